@@ -5,6 +5,8 @@ from jax_cudnn import keywords as _keywords
 from jax_cudnn.ops.attention.f8 import sdpa
 from jax_cudnn.ops.attention.quantized import quantized_sdpa
 from jax_cudnn.ops.common.f8_recipes import (
+    MXFP8,
+    NVFP4,
     Current,
     Delayed,
     DenseState,
@@ -31,6 +33,8 @@ from jax_cudnn.ops.products.f8_dense import (
 from jax_cudnn.ops.products.f8_groups import ragged_dot
 
 __all__ = [
+    "MXFP8",
+    "NVFP4",
     "Current",
     "Delayed",
     "DenseState",

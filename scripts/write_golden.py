@@ -26,6 +26,7 @@ from tests.attention.shared.cached import cached_graph
 from tests.attention.shared.oracle import attention_graph, backward_graph
 from tests.attention.shared.qkv import graph_of
 from tests.norms.problems import KINDS, Problem, backward_of
+from tests.products.shared.block_scaled import block_graph
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 _LENGTHS = ("query_lengths", "key_lengths")
@@ -63,6 +64,10 @@ def golden_graphs() -> dict[str, Graph]:
         "causal_conv1d_backward": _backward(_causal_conv1d()),
         "conv_forward": _with_residuals(_conv()),
         "conv_backward": _backward(_conv()),
+        "block_scaled_matmul": block_graph("MXFP8", 17, 24, 3, dtype="f32", batch=2),
+        "block_scaled_matmul_kernel": legalize(block_graph("NVFP4", 17, 24, 3), None)
+        .candidates[0]
+        .graph,
         "grouped_matmul": _grouped_matmul(),
         "grouped_matmul_backward": _backward(_grouped_matmul()),
         "grouped_matmul_kernel": legalize(_grouped_matmul(), None).candidates[0].graph,

@@ -81,6 +81,44 @@ Status AddMatmul(NodeWriter& writer) {
   return {};
 }
 
+// Each operand times the scales of its blocks, which the matmul's kernel reads with it.
+Status AddBlockScaledMatmul(NodeWriter& writer) {
+  const NodeSpec& node = writer.node();
+  if (!node.Attribute<bool>("is_tiled")) {
+    return Unimplemented(node.kind + ": cuDNN takes scales in tiles of 128 x 4");
+  }
+  const int64_t blocks = std::max<int64_t>(writer.Spec("scale_a").dims[2], 1);
+  const auto block = static_cast<int32_t>(writer.Spec("a").dims[2] / blocks);
+  const fe::DataType_t compute = fe::DataType_t::FLOAT;
+  const auto dequantized = [&](std::string_view role, std::string_view scales,
+                               std::vector<int32_t> block_size) {
+    const TensorPtr scale = writer.Input(scales);
+    scale->set_reordering_type(fe::TensorReordering_t::F8_128x4);
+    fe::graph::Block_scale_dequantize_attributes attributes;
+    attributes.set_name(std::string(role) + "_dequantized")
+        .set_compute_data_type(compute)
+        .set_block_size(block_size)
+        .set_is_negative_scale(false);
+    return writer.graph().block_scale_dequantize(writer.Input(role), scale,
+                                                 std::move(attributes));
+  };
+  const TensorPtr a = dequantized("a", "scale_a", {1, block});
+  const TensorPtr b = dequantized("b", "scale_b", {block, 1});
+  TensorPtr product = writer.graph().matmul(
+      a, b,
+      fe::graph::Matmul_attributes().set_name(node.kind).set_compute_data_type(
+          compute));
+  if (writer.Has("scale_output")) {
+    product = writer.graph().pointwise(product, writer.Input("scale_output"),
+                                       fe::graph::Pointwise_attributes()
+                                           .set_name("scaled")
+                                           .set_mode(fe::PointwiseMode_t::MUL)
+                                           .set_compute_data_type(compute));
+  }
+  writer.Output("output", product);
+  return {};
+}
+
 Status AddConvFprop(NodeWriter& writer) {
   return AddConv<fe::graph::Conv_fprop_attributes>(writer, "x", "w", "output",
                                                    &FrontendGraph::conv_fprop);

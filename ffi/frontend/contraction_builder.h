@@ -9,6 +9,7 @@
 
 namespace jax_cudnn {
 
+Status AddBlockScaledMatmul(NodeWriter& writer);
 Status AddMatmul(NodeWriter& writer);
 Status AddConvFprop(NodeWriter& writer);
 Status AddConvDgrad(NodeWriter& writer);

@@ -32,6 +32,7 @@ constexpr KindBuilder kBuilders[] = {
     {"avg_pool_backward", 1, AddAvgPoolBackward},
     {"batch_norm", 1, AddBatchNorm},
     {"batch_norm_backward", 1, AddBatchNormBackward},
+    {"block_scaled_matmul", 1, AddBlockScaledMatmul},
     {"constant", 1, AddConstant},
     {"conv_dgrad", 1, AddConvDgrad},
     {"conv_fprop", 1, AddConvFprop},

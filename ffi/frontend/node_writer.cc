@@ -23,10 +23,14 @@ fe::DataType_t FrontendDType(DType dtype) {
       return fe::DataType_t::INT32;
     case DType::kI64:
       return fe::DataType_t::INT64;
+    case DType::kF4E2m1fn:
+      return fe::DataType_t::FP4_E2M1;
     case DType::kF8E4m3fn:
       return fe::DataType_t::FP8_E4M3;
     case DType::kF8E5m2:
       return fe::DataType_t::FP8_E5M2;
+    case DType::kF8E8m0fnu:
+      return fe::DataType_t::FP8_E8M0;
     case DType::kBf16:
       return fe::DataType_t::BFLOAT16;
     case DType::kF16:

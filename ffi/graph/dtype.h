@@ -16,8 +16,10 @@ enum class DType {
   kI8,
   kI32,
   kI64,
+  kF4E2m1fn,
   kF8E4m3fn,
   kF8E5m2,
+  kF8E8m0fnu,
   kBf16,
   kF16,
   kF32,
@@ -36,10 +38,14 @@ constexpr std::string_view DTypeName(DType dtype) {
       return "i32";
     case DType::kI64:
       return "i64";
+    case DType::kF4E2m1fn:
+      return "f4_e2m1fn";
     case DType::kF8E4m3fn:
       return "f8_e4m3fn";
     case DType::kF8E5m2:
       return "f8_e5m2";
+    case DType::kF8E8m0fnu:
+      return "f8_e8m0fnu";
     case DType::kBf16:
       return "bf16";
     case DType::kF16:
@@ -53,9 +59,9 @@ constexpr std::string_view DTypeName(DType dtype) {
 }
 
 inline constexpr DType kAllDTypes[] = {
-    DType::kBool, DType::kU8,       DType::kI8,     DType::kI32,
-    DType::kI64,  DType::kF8E4m3fn, DType::kF8E5m2, DType::kBf16,
-    DType::kF16,  DType::kF32,      DType::kF64,
+    DType::kBool,     DType::kU8,       DType::kI8,     DType::kI32,       DType::kI64,
+    DType::kF4E2m1fn, DType::kF8E4m3fn, DType::kF8E5m2, DType::kF8E8m0fnu, DType::kBf16,
+    DType::kF16,      DType::kF32,      DType::kF64,
 };
 
 constexpr std::optional<DType> DTypeNamed(std::string_view name) {
@@ -65,27 +71,32 @@ constexpr std::optional<DType> DTypeNamed(std::string_view name) {
   return std::nullopt;
 }
 
-constexpr int64_t DTypeBytes(DType dtype) {
+constexpr int64_t DTypeBits(DType dtype) {
   switch (dtype) {
+    case DType::kF4E2m1fn:
+      return 4;
     case DType::kBool:
     case DType::kU8:
     case DType::kI8:
     case DType::kF8E4m3fn:
     case DType::kF8E5m2:
-      return 1;
+    case DType::kF8E8m0fnu:
+      return 8;
     case DType::kBf16:
     case DType::kF16:
-      return 2;
+      return 16;
     case DType::kI32:
     case DType::kF32:
-      return 4;
+      return 32;
     case DType::kI64:
     case DType::kF64:
-      return 8;
+      return 64;
   }
   return 0;
 }
 
+// Whether the table's "float" stands for it: what a node can compute with by itself.
+// Numbers of 4 bits, and powers of two, are read with their blocks alone.
 constexpr bool IsFloat(DType dtype) {
   switch (dtype) {
     case DType::kF8E4m3fn:
@@ -100,6 +111,8 @@ constexpr bool IsFloat(DType dtype) {
     case DType::kI8:
     case DType::kI32:
     case DType::kI64:
+    case DType::kF4E2m1fn:
+    case DType::kF8E8m0fnu:
       return false;
   }
   return false;

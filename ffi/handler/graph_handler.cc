@@ -139,10 +139,14 @@ ffi::DataType ToFfiDType(DType dtype) {
       return ffi::DataType::S32;
     case DType::kI64:
       return ffi::DataType::S64;
+    case DType::kF4E2m1fn:
+      return ffi::DataType::F4E2M1FN;
     case DType::kF8E4m3fn:
       return ffi::DataType::F8E4M3FN;
     case DType::kF8E5m2:
       return ffi::DataType::F8E5M2;
+    case DType::kF8E8m0fnu:
+      return ffi::DataType::F8E8M0FNU;
     case DType::kBf16:
       return ffi::DataType::BF16;
     case DType::kF16:

@@ -143,7 +143,8 @@ std::string RefusalOf(const Product& product) {
       return "its products in groups are of bf16, f16 and f8, with results of bf16, "
              "f16 and f32";
     }
-    const int64_t bytes = Size(part, InnerAxis(part)) * DTypeBytes(part.tensor.dtype);
+    const int64_t bits = Size(part, InnerAxis(part)) * DTypeBits(part.tensor.dtype);
+    const int64_t bytes = bits / 8;
     if (bytes % kBlasAlignment != 0) {
       return "a row of " + std::to_string(bytes) +
              " bytes is no multiple of 16, as its products in groups have it";

@@ -52,7 +52,7 @@ StatusOr<Part> PartOf(const GraphSpec& graph, const std::string& tensor, bool ha
     part.memory = {is_result, static_cast<size_t>(found - names.begin())};
   }
   const int64_t step = has_rows ? spec.dims[2] : spec.dims[1] * spec.dims[2];
-  part.step_bytes = step * DTypeBytes(spec.dtype);
+  part.step_bytes = step * DTypeBits(spec.dtype) / 8;
   if (has_rows) {
     part.rows_axis = is_turned ? 2 : 1;
     spec.dims[1] = 1;

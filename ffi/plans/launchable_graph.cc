@@ -34,7 +34,7 @@ StatusOr<std::unique_ptr<LaunchableGraph>> LaunchableGraph::Make(
     if (memory == by_name.end()) continue;
     PointerSource source = memory->second;
     if (within.has_value()) {
-      source.offset_bytes = within->offset * DTypeBytes(tensor.dtype);
+      source.offset_bytes = within->offset * DTypeBits(tensor.dtype) / 8;
     }
     by_uid[TensorUid(divided, tensor.name)] = source;
   }

@@ -60,9 +60,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         one batch axis merged from all; `jax_cudnn.score_mods` has softcap, ALiBi and
         others. Its arrays are no parameters. With a cache, the indices are places in
         the sequence. Default None.
-      recipe: `f8.Delayed()` or `f8.Current()`: the four projections run in f8, each by
-        an :class:`F8DotGeneral` of its own; see the guide "f8". Not beside attributes
-        for a `dot_general`. Default None: as these say.
+      recipe: `f8.Delayed()` or another recipe of f8: the four projections run in f8,
+        each by an :class:`F8DotGeneral` of its own; see the guide "f8". Not beside
+        attributes for a `dot_general`. Default None: as these say.
       ragged_cache: whether `cache_index` is made with one number for each batch entry.
         Default False: one for all.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.sdpa`.

@@ -40,7 +40,8 @@ class F8DotGeneral(linen.Module):
     layer without f8.
 
     Attributes:
-      recipe: `f8.Delayed()` (default) or `f8.Current()`, which has no state.
+      recipe: `f8.Delayed()` (default), or one without a state: `f8.Current()`,
+        `f8.MXFP8()` or `f8.NVFP4()`.
       implementation: "auto" (default), "cudnn" or "xla", as for
         :func:`jax_cudnn.matmul`.
       rhs_sharding: how the products read the f8 copy of the weights, as for

@@ -62,8 +62,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         one batch axis merged from all; `jax_cudnn.score_mods` has softcap, ALiBi and
         others. Its arrays are no parameters. With a cache, the indices are places in
         the sequence. Default None.
-      recipe: `f8.Delayed()` or `f8.Current()`: the four projections run in f8, each by
-        a :class:`jax_cudnn.flax.nnx.F8DotGeneral` of its own. Default None: no f8.
+      recipe: `f8.Delayed()` or another recipe of f8: the four projections run in f8,
+        each by a :class:`jax_cudnn.flax.nnx.F8DotGeneral` of its own. Default None: no
+        f8.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.sdpa`.
       rngs: as in `flax.nnx.MultiHeadAttention`.
       **options: all other keyword arguments of the installed

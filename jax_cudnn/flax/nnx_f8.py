@@ -130,7 +130,8 @@ class F8DotGeneral(_F8Product):
     Each layer needs one of its own. :func:`to_f8` gives one to each layer of a model.
 
     Args:
-      recipe: `f8.Delayed()` (default) or `f8.Current()`.
+      recipe: `f8.Delayed()` (default), or one without a state: `f8.Current()`,
+        `f8.MXFP8()` or `f8.NVFP4()`.
       implementation: "auto" (default), "cudnn" or "xla", as for
         :func:`jax_cudnn.matmul`.
       rhs_sharding: how the products read the f8 copy of the weights, as for
@@ -138,7 +139,7 @@ class F8DotGeneral(_F8Product):
         divided (FSDP) as their copies. Default None: the partitioner decides.
 
     Attributes:
-      x: the `F8State` of the input, (history + 2,); None with `f8.Current`.
+      x: the `F8State` of the input, (history + 2,); None but with `f8.Delayed`.
       w: that of the weights.
       deterministic: whether the state stays as it is. Default False.
 
@@ -149,7 +150,7 @@ class F8DotGeneral(_F8Product):
     Notes:
       Each call in training counts as a step of the history: one that sees 16 steps sees
       4 of them in a layer that is called 4 times a step. As with BatchNorm, `nnx.vmap`
-      over a layer that is not mapped itself needs `eval()` or `f8.Current()`.
+      over a layer that is not mapped itself needs `eval()` or another recipe.
 
     Example:
       >>> import jax.numpy as jnp

@@ -90,7 +90,7 @@ def to_f8(
     Args:
       model: any module. Layers that `nnx.vmap` has stacked count as one, which is
         neither the first nor the last.
-      recipe: `f8.Delayed()` (default) or `f8.Current()`.
+      recipe: `f8.Delayed()` (default), `f8.Current()`, `f8.MXFP8()` or `f8.NVFP4()`.
       keep: a function of a layer's path and the layer, whether it stays as it is. It
         replaces the rule of the first and the last. Default None: that rule.
       rhs_sharding: as for :class:`F8DotGeneral`, of each layer.

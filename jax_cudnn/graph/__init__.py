@@ -23,6 +23,10 @@ from jax_cudnn.graph.kinds import (
 from jax_cudnn.graph.norms import NORMALISED, NormAttributes, norm_graph
 from jax_cudnn.graph.pooling import AvgPoolAttributes, MaxPoolAttributes, pool_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
+from jax_cudnn.graph.products.block_scaled_matmul import (
+    BlockScaledAttributes,
+    block_scaled_graph,
+)
 from jax_cudnn.graph.products.causal_conv1d import (
     CausalConvAttributes,
     causal_conv1d_graph,
@@ -54,6 +58,7 @@ __all__ = [
     "AttentionAttributes",
     "Attributes",
     "AvgPoolAttributes",
+    "BlockScaledAttributes",
     "CachedAttributes",
     "CausalConvAttributes",
     "ConvAttributes",
@@ -73,6 +78,7 @@ __all__ = [
     "added_first",
     "all_kinds",
     "axis_classes",
+    "block_scaled_graph",
     "causal_conv1d_graph",
     "derivative_of",
     "factors_of",

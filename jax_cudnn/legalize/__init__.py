@@ -17,7 +17,12 @@ from jax_cudnn.legalize.attention import cached, f8, qkv, sdpa
 from jax_cudnn.legalize.common.legalization import ADVICE, Legal, Legalization, Rule
 from jax_cudnn.legalize.norms import rows as norm_rows
 from jax_cudnn.legalize.partition import partition, subgraph
-from jax_cudnn.legalize.products import causal_conv1d, fusion, grouped_matmul
+from jax_cudnn.legalize.products import (
+    block_scaled,
+    causal_conv1d,
+    fusion,
+    grouped_matmul,
+)
 
 __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 
@@ -25,6 +30,7 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 RULES: dict[str, Rule] = {
     "avg_pool": pooling.legalize,
     "avg_pool_backward": pooling.legalize,
+    "block_scaled_matmul": block_scaled.legalize,
     "causal_conv1d": causal_conv1d.legalize,
     "causal_conv1d_backward": causal_conv1d.legalize,
     "grouped_matmul": grouped_matmul.legalize,

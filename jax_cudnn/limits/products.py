@@ -14,6 +14,7 @@ _CONVOLUTIONS = frozenset(TRIPLES)
 _FUSED = _CONVOLUTIONS | {"matmul"}
 _CAUSAL = frozenset({"causal_conv1d", "causal_conv1d_backward"})
 _GROUPED = frozenset({"grouped_matmul", "grouped_matmul_backward"})
+_BLOCK_SCALED = frozenset({"block_scaled_matmul"})
 _BY_XLA = "XLA runs them"
 _BY_XLAS_CUDNN = "XLA runs them, which may ask the same cuDNN"
 
@@ -58,6 +59,28 @@ def _has_f8(graph: Graph, _: Node) -> bool:
 
 
 LIMITS = (
+    Limit(
+        kinds=_BLOCK_SCALED,
+        holds=always,
+        lacking=True,
+        gpus=range(100),
+        what="there are no products of operands with a scale for each block",
+        words="{target.name} is sm_{target.sm_version}; products of MXFP8 and NVFP4 "
+        "need sm_100 (Blackwell) or newer",
+        done="XLA multiplies what they stand for, in bf16",
+        source="cuDNN 9.27 lists no plan for sm_90, and lists plans for sm_100 and "
+        "sm_120; nothing was run",
+    ),
+    Limit(
+        kinds=_BLOCK_SCALED,
+        holds=always,
+        lacking=True,
+        versions=range(91900),
+        what="products with a scale for each block were not planned",
+        words="cuDNN {cudnn} is older than 9.19",
+        done="XLA multiplies what they stand for, in bf16",
+        source="cuDNN has them from 9.7 on; older ones than 9.19 were not tried",
+    ),
     Limit(
         kinds=_FUSED,
         holds=always,

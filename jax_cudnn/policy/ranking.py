@@ -217,7 +217,8 @@ def _properties(
 
 _ATTENTION = ("sdpa", "sdpa_dropout", "sdpa_qkv")
 _POOLING = ("avg_pool", "max_pool")
-# Attention over caches and over f8 operands is cuDNN's wherever it has a plan.
-_CUDNNS = ("sdpa_cached", "sdpa_f8", "sdpa_paged")
+# Attention over caches and over f8 operands is cuDNN's wherever it has a plan. So are
+# products of blocks: XLA multiplies them in bf16.
+_CUDNNS = ("block_scaled_matmul", "sdpa_cached", "sdpa_f8", "sdpa_paged")
 # The kinds of kernels that are told by name, beside norms and contractions.
 NAMED = (*_ATTENTION, *_POOLING, *_CUDNNS, "causal_conv1d", "grouped_matmul")

@@ -15,7 +15,12 @@ from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.reference import norms, pointwise, pooling
 from jax_cudnn.reference.attention import cached, f8, qkv, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
-from jax_cudnn.reference.products import causal_conv1d, contraction, grouped_matmul
+from jax_cudnn.reference.products import (
+    block_scaled,
+    causal_conv1d,
+    contraction,
+    grouped_matmul,
+)
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and the
 # output tensors that are asked for. A contraction's rule takes a precision as well. The
@@ -31,6 +36,7 @@ RULES: dict[str, Rule] = {
     "adaptive_layer_norm_backward": norms.backward("adaptive_layer_norm"),
     "batch_norm": norms.forward("batch_norm"),
     "batch_norm_backward": norms.backward("batch_norm"),
+    "block_scaled_matmul": block_scaled.forward,
     "causal_conv1d": causal_conv1d.forward,
     "causal_conv1d_backward": causal_conv1d.backward,
     "constant": pointwise.constant,

@@ -582,6 +582,24 @@ def test_linen_projections_of_attention(recipe: Any) -> None:
     assert count == (0 if isinstance(recipe, f8.Current) else 4 * 3)
 
 
+@pytest.mark.parametrize("recipe", [f8.MXFP8(), f8.NVFP4()], ids=str)
+def test_recipes_of_blocks_have_no_state(recipe: Any) -> None:
+    """A whole model's products are all of blocks; linen's layers are `f8.dense`."""
+    model = Model(rngs())
+    turned = sum(each.is_f8 for each in to_f8(model, recipe).layers)
+    with flax_promotes():
+        calls = plans.inspect(nnx.grad(model_loss), model, tokens()).calls
+    products = [call for call in calls if call.op == "block_scaled_matmul"]
+    assert sum(call.count for call in products) == 3 * turned
+    assert not nnx.state(model, F8State)
+    x = normal(0, S, W)
+    y, variables = our_linen.Dense(F, recipe=recipe).init_with_output(
+        jax.random.key(0), x
+    )
+    assert set(variables) == {"params"}
+    close(y, f8.dense(x, _any(variables)["params"]["kernel"], recipe=recipe))
+
+
 def test_linen_residual() -> None:
     layer = our_linen.Dense(F, activation="gelu", recipe=f8.Current())
     x, residual = normal(0, S, W), normal(1, S, F)

@@ -74,7 +74,7 @@ def test_a_tensor_is_empty_where_one_axis_is() -> None:
         (
             {"dtype": "float32"},
             "tensor 'query': dtype 'float32' is not one of bool, u8, i8, i32, i64, "
-            "f8_e4m3fn, f8_e5m2, bf16, f16, f32, f64",
+            "f4_e2m1fn, f8_e4m3fn, f8_e5m2, f8_e8m0fnu, bf16, f16, f32, f64",
         ),
         ({"dims": (), "order": ()}, "tensor 'query': rank 0 is not 1 to 8"),
         (

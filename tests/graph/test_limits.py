@@ -301,6 +301,11 @@ _ENDS = {
         [(100, 91899), (120, 91800)],
         [(100, 91900), (90, 91800)],
     ),
+    "there are no products of operands with a scale for each block": (
+        [(99, 92700)],
+        [(100, 92700), (120, 92700)],
+    ),
+    "products with a scale for each block": ([(100, 91899)], [(100, 91900)]),
     "there are no engines that compile": ([(79, 91900)], [(80, 91900)]),
     "products and convolutions were not": ([(90, 90799)], [(90, 90800)]),
     "there are no products and convolutions of f8": ([(88, 91900)], [(89, 91900)]),

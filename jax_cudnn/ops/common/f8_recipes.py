@@ -104,10 +104,66 @@ class Delayed:
             )
 
 
-Recipe = Delayed | Current
+@dataclass(frozen=True)
+class MXFP8:
+    """OCP's MXFP8: f8_e4m3fn with a power of two as the scale of each 32 numbers.
+
+    Blocks lie along the axis that a product sums over, so each product rounds its own
+    copies: six in a training step, of inputs, weights and cotangent along two axes
+    each. A scale is the smallest power of two with which the largest number of its
+    block does not saturate, in f8_e8m0fnu, and at least 2**-126: TransformerEngine and
+    `jax.nn` round up as well, where the specification's own method rounds down and
+    saturates. A block with NaN or an infinity is NaN. There is no state.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn import f8
+      >>> x, w = jnp.eye(32) * 5, jnp.full((32, 4), 1.1)
+      >>> float(f8.dense(x, w, recipe=f8.MXFP8())[0, 0])
+      5.625
+    """
+
+    @property
+    def block(self) -> int:
+        """How many numbers share a scale: 32."""
+        return 32
 
 
-def _check_options(op: str, recipe: Recipe) -> None:
+@dataclass(frozen=True)
+class NVFP4:
+    """NVIDIA's NVFP4: f4_e2m1fn with a scale in f8_e4m3fn for each 16 numbers.
+
+    A tensor has one more scale, f32: its largest number over 448 * 6. So that of a
+    block is its own largest number over 6, rounded to nearest, as everything else.
+    Blocks lie as those of :class:`MXFP8`. Numbers of 4 bits are 0, 0.5, 1, 1.5, 2, 3, 4
+    and 6, and their negatives. A block with NaN or an infinity is NaN, and no other
+    is. There is no state.
+
+    Notes:
+      What TransformerEngine does beside this is not here: stochastic rounding of
+      cotangents, random Hadamard transforms, and blocks of 16 x 16 for weights.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn import f8
+      >>> x, w = jnp.eye(16) * 6, jnp.full((16, 4), 1.1)
+      >>> y = f8.dense(x, w, recipe=f8.NVFP4())
+      >>> round(float(y[0, 0]), 3)
+      6.6
+    """
+
+    @property
+    def block(self) -> int:
+        """How many numbers share a scale: 16."""
+        return 16
+
+
+# Recipes with a scale for each block, which have no state.
+BlockRecipe = MXFP8 | NVFP4
+Recipe = Delayed | Current | MXFP8 | NVFP4
+
+
+def _check_options(op: str, recipe: Delayed | Current) -> None:
     check_margin(op, recipe.margin)
     check_flag(op, "power_of_2", recipe.power_of_2)
 
@@ -139,7 +195,7 @@ def dense_state(recipe: Recipe) -> DenseState | None:
     gradients from 5e-10 to 1.75: what is larger saturates, what is smaller is 0.
 
     Args:
-      recipe: `f8.Delayed` or `f8.Current`.
+      recipe: `f8.Delayed`, or one without a state.
 
     Example:
       >>> from jax_cudnn import f8
@@ -147,7 +203,7 @@ def dense_state(recipe: Recipe) -> DenseState | None:
       (3, None)
     """
     check_recipe("f8.dense_state", recipe)
-    if isinstance(recipe, Current):
+    if not isinstance(recipe, Delayed):
         return None
     first = jnp.zeros(recipe.history + 2, jnp.float32)
     return DenseState(first, first, first)
@@ -155,10 +211,10 @@ def dense_state(recipe: Recipe) -> DenseState | None:
 
 def check_recipe(op: str, recipe: object) -> Recipe:
     """Return a recipe, or raise TypeError for what is none."""
-    if not isinstance(recipe, Delayed | Current):
+    if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"{op}: recipe={recipe!r} is no recipe. Pass f8.Delayed(history=16) or "
-            "f8.Current()."
+            f"{op}: recipe={recipe!r} is no recipe. Pass f8.Delayed(history=16), "
+            "f8.Current(), f8.MXFP8() or f8.NVFP4()."
         )
     return recipe
 
@@ -166,10 +222,11 @@ def check_recipe(op: str, recipe: object) -> Recipe:
 def check_state(op: str, recipe: object, state: object) -> DenseState | None:
     """Return a state that a recipe takes, or raise an error that says what it takes."""
     recipe = check_recipe(op, recipe)
-    if isinstance(recipe, Current):
+    if not isinstance(recipe, Delayed):
         if state is not None:
             raise TypeError(
-                f"{op}: state is given, and f8.Current() has none. Leave it out."
+                f"{op}: state is given, and f8.{type(recipe).__name__}() has none. "
+                "Leave it out."
             )
         return None
     try:
@@ -196,7 +253,7 @@ def check_state(op: str, recipe: object, state: object) -> DenseState | None:
 
 
 def scale_and_next(
-    recipe: Recipe,
+    recipe: Delayed | Current,
     role: str,
     state: jax.Array | None,
     x: jax.Array,

@@ -21,6 +21,7 @@ from jax_cudnn.ops.common.arguments import (
 )
 from jax_cudnn.ops.common.f8_recipes import (
     Current,
+    Delayed,
     DenseState,
     Recipe,
     check_recipe,
@@ -57,6 +58,10 @@ def dense(
     further. Sums are f32 and are rounded once. The bias's gradient is of the cotangent
     as it came. Rounding and saturation count as the identity.
 
+    With `f8.MXFP8` and `f8.NVFP4`, Q rounds blocks along the axis that is summed over,
+    each with a scale of its own. Each of the three products then has copies of its own,
+    also of the cotangent, in these formats.
+
     With `f8.Delayed`, the scales come from former steps. Then **the gradient by `state`
     is the state of the next step**, as Flax and TransformerEngine have it in linen:
 
@@ -80,7 +85,7 @@ def dense(
     Args:
       x: (..., k); bf16, f16 or f32.
       w: (k, n), of one of these dtypes, which may be another one than x's.
-      recipe: `f8.Current()` (default) or `f8.Delayed()`.
+      recipe: `f8.Current()` (default), `f8.Delayed()`, `f8.MXFP8()` or `f8.NVFP4()`.
       state: for `f8.Delayed`, of :func:`dense_state`. Default None.
       bias: broadcasts to the result; (n,) is the usual shape. Differentiable.
       activation: as for :func:`jax_cudnn.matmul`; applied to the rounded sum. Default
@@ -110,7 +115,8 @@ def dense(
     Notes:
       On Hopper f8 products are fast if rows, k and n are multiples of 16. GPUs before
       sm_89 have no f8 products: XLA multiplies in a wider dtype there, with the same
-      meaning.
+      meaning. So it does with MXFP8 and NVFP4 before sm_100. From there on cuDNN plans
+      their products (9.19 and 9.27); they were not run.
 
     Example:
       >>> y = f8.dense(jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 32)))
@@ -283,7 +289,7 @@ def gated_mlp(
         for name, w in (("gate", gate), ("up", up), ("down", down))
     }
     last = {"down": weights.pop("down")}
-    if not isinstance(state, Sequence) or isinstance(recipe, Current):
+    if not isinstance(state, Sequence) or not isinstance(recipe, Delayed):
         check_state(op, recipe, state)
         states: list[DenseState | None] = [None] * 3
     else:

@@ -30,6 +30,7 @@ from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_recipes import (
     BACKWARD,
     Current,
+    Delayed,
     DenseState,
     Recipe,
     check_state,
@@ -141,6 +142,11 @@ def grouped_layers(
 
     The states are the next ones, but for the cotangents'. Shapes were checked.
     """
+    if not isinstance(recipe, Current | Delayed):
+        raise TypeError(
+            f"{op}: recipe={recipe!r}. Products in groups take f8.Current() and "
+            "f8.Delayed(): cuDNN has none with a scale for each block."
+        )
     sizes = clipped(sizes, x.shape[0])
     is_read = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes)
     kept = jnp.where(is_read, x, jnp.zeros((), x.dtype))

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contractions in f8 of operands in 16 or 32 bits, with their gradients and states.
 
-The derivative is written by hand. Forward, f8 copies of inputs and weights are
-multiplied; backward, these copies and one of the cotangent. Forward mode and higher
-orders differentiate the reference: the product of the rounded operands, where rounding
-and saturation count as the identity.
+An operand has one scale for the whole tensor, and one copy for all products.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +24,26 @@ from jax_cudnn.ops.common.arguments import (
 from jax_cudnn.ops.common.f8_recipes import (
     BACKWARD,
     FORWARD,
+    Current,
+    Delayed,
     DenseState,
     Recipe,
     scale_and_next,
 )
 from jax_cudnn.ops.common.f8_scaling import dequantize, quantize
 from jax_cudnn.ops.common.plain import Epilogue, check_implementation
-from jax_cudnn.ops.products.dot_general import as_product, dot_general
+from jax_cudnn.ops.products.block_products import block_products
+from jax_cudnn.ops.products.dot_general import as_product
+from jax_cudnn.ops.products.f8_by_hand import (
+    Given,
+    ProductByHand,
+    Sums,
+    gradient_of_bias,
+    stands_for,
+    with_bias,
+)
 from jax_cudnn.ops.products.operands import common_dtypes, in_three, run_product
 from jax_cudnn.reference.dtypes import dtype_name
-
-Arrays = Sequence[jax.Array]
-# The axes of two operands that are summed over together.
-Sums = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def operand(op: str, name: str, value: ArrayLike) -> jax.Array:
@@ -75,10 +77,13 @@ def products(
     The states are the next ones, but for the cotangents'. ``more`` are operands that a
     ``kind`` of product has besides.
     """
+    if not isinstance(recipe, Current | Delayed):
+        found = block_products(op, x, weights, biases, recipe, sums, call, w_sharding)
+        return found, [None] * len(found)
     own, first = jax.lax.stop_gradient(x), states[0]
     x_scale, x_next = scale_and_next(recipe, "x", first and first.x, own, FORWARD)
     x_copy = _copy(own, x_scale)
-    found: list[jax.Array] = []
+    found = []
     following: list[DenseState | None] = []
     for (name, w), state in zip(weights.items(), states, strict=True):
         own = jax.lax.stop_gradient(w)
@@ -144,47 +149,19 @@ def _read(copy: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """A product in f8, and its gradients; all operands are given by name.
+class Product(ProductByHand):
+    """A product in f8, and its gradients.
 
     ``x_copy`` and ``w_copy`` are the bytes of the operands in f8, ``x_scale`` and
     ``w_scale`` their scales. ``x_state`` and its like are states, ``x_next`` and
     ``w_next`` those of the next step, as far as they are known forward.
     """
 
-    op: str
-    recipe: Recipe
-    sums: Sums
-    call: Options
-    w_sharding: Any
+    recipe: Delayed | Current
 
-    differentiable = ("x", "w", "bias", "x_state", "w_state", "grad_state")
+    differentiable = (*ProductByHand.differentiable, "x_state", "w_state", "grad_state")
 
-    def forward(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array]:
-        """Return the product; its derivative is the reference's."""
-        return (_product(self, dict(given)),)
-
-    def again(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array]:
-        """Return the product inside a derivative, as `forward` does.
-
-        Cotangents of higher orders have other sizes than those that a state knows.
-        """
-        return self.forward(given)
-
-    def gradients(
-        self,
-        given: Mapping[str, jax.Array],
-        results: Arrays,
-        cotangents: Sequence[jax.Array | None],
-        wanted: tuple[str, ...],
-    ) -> dict[str, jax.Array]:
-        """Return the gradients, those by the states being the next states."""
-        del results, wanted
-        (grad,) = cotangents
-        assert grad is not None
-        return _gradients(self, dict(given), grad)
-
-    def by_copies(self, given: Mapping[str, jax.Array]) -> jax.Array:
+    def by_copies(self, given: Given) -> jax.Array:
         """Return the product by the f8 copies."""
         return self._multiply(
             self.stored(given, "x"),
@@ -194,80 +171,51 @@ class Product:
             given.get("bias"),
         )
 
-    def reference(self, given: Mapping[str, jax.Array]) -> jax.Array:
+    def reference(self, given: Given) -> jax.Array:
         """Return the product of the rounded operands, differentiable by x and w."""
-        y = self.contracted(given, *self._rounded(given))
-        if (bias := given.get("bias")) is not None:
-            y = y + jnp.broadcast_to(bias, y.shape).astype(jnp.float32)
-        return y.astype(given["x"].dtype)
+        return with_bias(self.contracted(given, *self._rounded(given)), given)
 
     def gradients_by_copies(
-        self, given: Mapping[str, jax.Array], grad: jax.Array
+        self, given: Given, grad: jax.Array
     ) -> dict[str, jax.Array]:
         """Return the gradients by the f8 copies."""
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
         copy = cotangent(grad, scale), scale
-        rows, columns = (
-            tuple(axis for axis in range(each.ndim) if axis not in over)
-            for each, over in zip((x, w), self.sums, strict=True)
-        )
+        rows, columns = self.kept(x, w)
         leading = tuple(range(len(rows)))
         trailing = tuple(range(len(rows), grad.ndim))
-        # As a product has them: the axes of grad, and those that are summed over, in
-        # the order of the other operand.
-        by_x, by_w = map(_inverse, self.sums)
-        of_x = (*rows, *(self.sums[0][i] for i in by_w))
-        of_w = (*(self.sums[1][i] for i in by_x), *columns)
         x_grad = self._multiply(
             copy, self.stored(given, "w"), (trailing, columns), x.dtype
         )
         w_grad = self._multiply(self.stored(given, "x"), copy, (rows, leading), w.dtype)
-        found = {
-            "x": jnp.transpose(x_grad, _inverse(of_x)),
-            "w": jnp.transpose(w_grad, _inverse(of_w)),
-        }
-        return found | self.of_states(given, following) | self._of_bias(given, grad)
+        found = self.as_operands(given, x_grad, w_grad)
+        return found | self.of_states(given, following) | gradient_of_bias(given, grad)
 
     def reference_gradients(
-        self, given: Mapping[str, jax.Array], grad: jax.Array
+        self, given: Given, grad: jax.Array
     ) -> dict[str, jax.Array]:
         """Return the gradients by the rounded operands, to be differentiated again."""
         x, w = self._rounded(given)
         stopped, state = jax.lax.stop_gradient(grad), given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, stopped, BACKWARD)
-        rounded = _stands_for(grad, cotangent(stopped, scale), scale)
+        copy = cotangent(stopped, scale)
+        rounded = stands_for(grad, dequantize(copy, scale, grad.dtype))
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
             return self.contracted(given, x, w).astype(rounded.dtype)
 
         grads = jax.vjp(product, x, w)[1](rounded)
         found = dict(zip(("x", "w"), grads, strict=True))
-        return found | self.of_states(given, following) | self._of_bias(given, grad)
+        return found | self.of_states(given, following) | gradient_of_bias(given, grad)
 
-    def contracted(
-        self, given: Mapping[str, jax.Array], x: jax.Array, w: jax.Array
-    ) -> jax.Array:
-        """Return the product of operands in 16 or 32 bits, in f32."""
-        del given
-        with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.promote_types(x.dtype, w.dtype)
-        return dot_general(
-            x.astype(dtype),
-            w.astype(dtype),
-            (self.sums, ((), ())),
-            preferred_element_type=jnp.float32,
-            implementation="xla" if self.call.implementation == "xla" else "auto",
-        )
-
-    def _rounded(self, given: Mapping[str, jax.Array]) -> list[jax.Array]:
+    def _rounded(self, given: Given) -> list[jax.Array]:
         return [
-            _stands_for(given[role], *self.stored(given, role)) for role in ("x", "w")
+            stands_for(x, dequantize(*self.stored(given, role), x.dtype))
+            for role, x in (("x", given["x"]), ("w", given["w"]))
         ]
 
-    def stored(
-        self, given: Mapping[str, jax.Array], role: str
-    ) -> tuple[jax.Array, jax.Array]:
+    def stored(self, given: Given, role: str) -> tuple[jax.Array, jax.Array]:
         """Return an operand in f8, laid out as the products read it, and its scale."""
         copy = given[f"{role}_copy"]
         if role == "w" and self.w_sharding is not None:
@@ -276,7 +224,7 @@ class Product:
         return _read(copy), given[f"{role}_scale"]
 
     def of_states(
-        self, given: Mapping[str, jax.Array], following: jax.Array | None
+        self, given: Given, following: jax.Array | None
     ) -> dict[str, jax.Array]:
         """Return the gradients by the states, which are the next states."""
         found = {
@@ -285,17 +233,6 @@ class Product:
             if f"{role}_next" in given
         }
         return found if following is None else {**found, "grad_state": following}
-
-    def _of_bias(
-        self, given: Mapping[str, jax.Array], grad: jax.Array
-    ) -> dict[str, jax.Array]:
-        if (bias := given.get("bias")) is None:
-            return {}
-        # Added up in f32, over the axes along which the bias is broadcast.
-        padded = (1,) * (grad.ndim - bias.ndim) + bias.shape
-        over = [i for i, size in enumerate(padded) if size != grad.shape[i]]
-        total = grad.astype(jnp.float32).sum(over, keepdims=True)
-        return {"bias": total.reshape(bias.shape).astype(bias.dtype)}
 
     def _multiply(
         self,
@@ -325,43 +262,3 @@ class Product:
         )
         epilogue = Epilogue.of(self.op, bias=bias)
         return run_product(scaled, dtypes, epilogue, np.dtype(dtype), self.call)
-
-
-def _inverse(axes: Sequence[int]) -> list[int]:
-    """Return the places of axes in their order."""
-    return sorted(range(len(axes)), key=axes.__getitem__)
-
-
-@jax.custom_jvp
-def _stands_for(x: jax.Array, copy: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return what an f8 copy of x stands for, in x's dtype, with x's derivative."""
-    return dequantize(copy, scale, x.dtype)
-
-
-@_stands_for.defjvp
-def _stands_for_jvp(primals: Any, tangents: Any) -> Any:
-    return _stands_for(*primals), tangents[0]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(product: Product, given: dict[str, jax.Array]) -> jax.Array:
-    return product.by_copies(given)
-
-
-@_product.defjvp
-def _product_jvp(product: Product, primals: Any, tangents: Any) -> Any:
-    _, along = jax.jvp(product.reference, primals, tangents)
-    return _product(product, *primals), along
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(
-    product: Product, given: dict[str, jax.Array], grad: jax.Array
-) -> dict[str, jax.Array]:
-    return product.gradients_by_copies(given, grad)
-
-
-@_gradients.defjvp
-def _gradients_jvp(product: Product, primals: Any, tangents: Any) -> Any:
-    _, along = jax.jvp(product.reference_gradients, primals, tangents)
-    return _gradients(product, *primals), along

@@ -45,13 +45,13 @@ def truth(
 
 # With this flag, which `make test-oldest` sets, XLA's CPU rounds f32 to f16 before it
 # rounds that to f8: the copies of some numbers are the neighbours of the right ones.
-_ROUNDS_TWICE = "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
+ROUNDS_TWICE = "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
 
 
 def close(found: Any, wanted: np.ndarray, *, ulp: float) -> None:
     """Judge by the norm: one rounding of the result, and sums in f32."""
     error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
-    bound = ulp + 0.02 if _ROUNDS_TWICE else ulp
+    bound = ulp + 0.02 if ROUNDS_TWICE else ulp
     assert error <= bound * np.linalg.norm(wanted)
 
 
