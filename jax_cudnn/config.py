@@ -241,8 +241,8 @@ class Options:
     ``exact_dtypes`` says that each value is to have the digits of its tensor's dtype,
     also where XLA runs the graph on a GPU, or cuDNN a part of a kernel. By default sums
     over 16-bit operands are rounded there, as in programs that use that dtype.
-    ``reduce_dtype`` is the dtype in which devices add up their shares of sums over
-    16-bit operands: "f32", or "operands" for the operands' own.
+    ``reduce_dtype`` is the dtype in which devices add up partial sums of 16-bit
+    operands: "f32", or "operands" for the operands' own.
     """
 
     implementation: Implementation = "auto"
@@ -263,7 +263,7 @@ class Options:
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype!r} is not one of "
                 f'{", ".join(map(repr, get_args(ReduceDtype)))}. Pass "operands" to '
-                "add up devices' shares in the 16-bit dtype of the operands."
+                "add up partial sums of devices in the 16-bit dtype of the operands."
             )
 
     def __repr__(self) -> str:

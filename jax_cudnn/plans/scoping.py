@@ -41,11 +41,11 @@ def using(
         install ".[gpuless]"`` in jax_cudnn's source folder installs all that planning
         needs. Default None: as around the block; outside of any block, this machine's
         GPU.
-      reduce_dtype: the dtype in which devices add up their shares of a sum over 16-bit
-        operands, such as a matmul with a sharded contraction or the gradient of a
-        weight that all examples share. "f32" rounds such a sum once, when it is
-        complete. "operands" rounds each share to the operands' bf16 or f16 first and
-        sends half of the bytes, as plain JAX does. A result that is f32 itself
+      reduce_dtype: the dtype in which devices add up partial sums of bf16 or f16
+        operands, as in a matmul with a sharded contraction or in the gradient of a
+        weight that all examples share. "f32" keeps the partial sums in f32.
+        "operands" rounds each of them to the dtype of the operands first and sends
+        half of the bytes, as plain JAX does. A result that is f32 itself
         (``preferred_element_type``) is added up in f32 either way. The gradients of a
         call follow the call. Collectives of your own in ``jax.shard_map`` do not.
         Default None: as around the block; outside of any block, "f32".

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of `plans.using(reduce_dtype=...)`: in which dtype devices add up their shares.
+"""Tests of `plans.using(reduce_dtype=...)`: in which dtype partial sums are added.
 
 The truth is NumPy's in float64, rounded where it is sent, and plain JAX on the same
 shards. Operands are small integers, whose shares f32 holds exactly, so that all bits
@@ -241,7 +241,7 @@ def test_exports_and_plans_inspect_say_the_dtype() -> None:
             want = jax.jit(lambda *xs: _product(*xs))(*sharded)
         assert call.part is not None
         assert [each.dtype for each in call.part.output_tensors] == [dtype]
-        share = f"A device's share of output, a sum over 2 devices, is {dtype}."
+        share = f"Each of 2 devices has a partial sum of output, in {dtype}."
         assert share in call.reasons
         # The program says it, wherever it is loaded; one of the default says nothing.
         text = exported.mlir_module()

@@ -70,7 +70,7 @@ def share_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
 def told_of_shares(stage: Graph, division: Division) -> str:
     """Return what `plans.inspect` says of the results of a stage that are shares."""
     return " ".join(
-        f"A device's share of {name}, a sum over {shares(division, name)} devices, is "
+        f"Each of {shares(division, name)} devices has a partial sum of {name}, in "
         f"{stage.tensor(name).dtype}."
         for name in stage.outputs
         if summed(division, name) and name not in division.factors.maxima
