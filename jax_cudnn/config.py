@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 Implementation = Literal["auto", "cudnn", "xla"]
 HeuristicMode = Literal["A", "B", "FALLBACK"]
+ReduceDtype = Literal["f32", "operands"]
 BehaviorNote = Literal[
     "CUBLASLT_DEPENDENCY",
     "REQUIRES_BIAS_INT8x32_REORDER",
@@ -240,6 +241,8 @@ class Options:
     ``exact_dtypes`` says that each value is to have the digits of its tensor's dtype,
     also where XLA runs the graph on a GPU, or cuDNN a part of a kernel. By default sums
     over 16-bit operands are rounded there, as in programs that use that dtype.
+    ``reduce_dtype`` is the dtype in which devices add up partial sums of 16-bit
+    operands: "f32", or "operands" for the operands' own.
     """
 
     implementation: Implementation = "auto"
@@ -248,12 +251,19 @@ class Options:
     device: str | None = None
     remark: str = ""
     exact_dtypes: bool = False
+    reduce_dtype: ReduceDtype = "f32"
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
             raise ValueError(
                 f"implementation={self.implementation!r} is not one of "
                 f"{', '.join(map(repr, get_args(Implementation)))}."
+            )
+        if self.reduce_dtype not in get_args(ReduceDtype):
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} is not one of "
+                f'{", ".join(map(repr, get_args(ReduceDtype)))}. Pass "operands" to '
+                "add up partial sums of devices in the 16-bit dtype of the operands."
             )
 
     def __repr__(self) -> str:

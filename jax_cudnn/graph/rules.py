@@ -14,6 +14,12 @@ def accumulator(*dtypes: DTypeName) -> DTypeName:
     return "i32" if all(dtype in ("i8", "u8") for dtype in dtypes) else "f32"
 
 
+def narrow_dtype(*dtypes: DTypeName) -> DTypeName | None:
+    """Return the operands' 16-bit dtype if all others have 8 bits, otherwise None."""
+    wide: set[DTypeName] = {x for x in dtypes if x not in EIGHT_BIT}
+    return wide.pop() if wide in ({"bf16"}, {"f16"}) else None
+
+
 def broadcasts_to(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether each of `dims` is 1 or the entry of `shape` at its place."""
     return len(dims) == len(shape) and all(

@@ -17,7 +17,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ from jax_cudnn.lowering.sharding.members import all_members
 from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.sharding.sharding_rule import factors_at, sharding_rule
 from jax_cudnn.lowering.sharding.share import Collectives, run_share
-from jax_cudnn.lowering.sharding.sums import scattering
+from jax_cudnn.lowering.sharding.sums import scattering, told_of_shares
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
@@ -145,7 +145,7 @@ def _run_typed(*operands: jax.Array, graph: Graph, options: Options) -> list[jax
     def kernel(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
         return run_graph(part, arguments, options)
 
-    return run_explicit(graph, operands, kernel, kernel)
+    return run_explicit(graph, operands, kernel, kernel, options)
 
 
 def _run_divided(
@@ -258,7 +258,7 @@ class _Call:
         division = divide(self._factors, given, may_sum=self._may_sum)
         if results:
             wanted = {name: cuts for name, cuts in given if name in self.graph.outputs}
-            division = scattering(self.graph, division, wanted)
+            division = scattering(self.graph, division, wanted, self._options)
         return division, devices
 
     def sharding(self, division: Division[DeviceCut], devices: int, name: str) -> Any:
@@ -298,12 +298,24 @@ class _Call:
             else:
                 programs = _XLA_PROGRAMS
                 if any(map(is_anchor, graph.nodes)):
-                    self._record.graphs.append((graph, self._options))
+                    remarks = (self._options.remark, told_of_shares(graph, division))
+                    options = replace(
+                        self._options, remark=" ".join(filter(None, remarks))
+                    )
+                    self._record.graphs.append((graph, options))
             return programs[self._platform](graph, self._options)(*operands)
 
         def body(*operands: jax.Array) -> list[jax.Array]:
             members = all_members(self.graph, self._shapes)
-            return run_share(self.graph, members, division, operands, run, collectives)
+            return run_share(
+                self.graph,
+                members,
+                division,
+                operands,
+                run,
+                collectives,
+                self._options,
+            )
 
         operands = [
             jax.ShapeDtypeStruct(division.local_shape(t.name), jax_dtype(t.dtype))
@@ -358,8 +370,9 @@ def _options_data(options: Options) -> dict[str, Any]:
             for key, value in precision._asdict().items()
         }
     data = {**asdict(options), "matmul_precision": precision}
-    if not options.exact_dtypes:
-        del data["exact_dtypes"]  # So that the text of most programs is as it was.
+    for name in ("exact_dtypes", "reduce_dtype"):
+        if data[name] == getattr(Options(), name):
+            del data[name]  # So that the text of most programs is as it was.
     return data
 
 

@@ -168,7 +168,9 @@ def run_by_reference(
         return jax.checkpoint(function, prevent_cse=False)(operands)
 
     if any(map(is_explicitly_sharded, operands)):
-        return tuple(run_explicit(graph, unmerged(graph, operands), kernel, run))
+        return tuple(
+            run_explicit(graph, unmerged(graph, operands), kernel, run, options)
+        )
     return run(graph, operands)
 
 

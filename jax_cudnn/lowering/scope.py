@@ -17,6 +17,7 @@ from jax_cudnn.config import (
     MatmulPrecision,
     Options,
     PlanOptions,
+    ReduceDtype,
     check_plan,
 )
 from jax_cudnn.graph import Graph
@@ -34,6 +35,7 @@ class Scope:
     implementation: Implementation = "auto"
     plan: PlanOptions = field(default_factory=PlanOptions)
     device: str | None = None
+    reduce_dtype: ReduceDtype = "f32"
     tuner: Callable[[Graph, Options], None] | None = None
     trial: Trial | None = None
     record: str = ""
@@ -73,4 +75,5 @@ def call_options(
         matmul_precision=matmul_precision,
         plan=around.plan if plan is None else plan,
         device=around.device,
+        reduce_dtype=around.reduce_dtype,
     )

@@ -5,7 +5,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jax_cudnn import offline
-from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
+from jax_cudnn.config import (
+    Implementation,
+    Options,
+    PlanOptions,
+    ReduceDtype,
+    check_plan,
+)
 from jax_cudnn.lowering import scoped
 
 
@@ -14,6 +20,7 @@ def using(
     *,
     implementation: Implementation | None = None,
     device: str | None = None,
+    reduce_dtype: ReduceDtype | None = None,
 ) -> AbstractContextManager[None]:
     """Return a context in which calls are traced with these settings.
 
@@ -34,10 +41,19 @@ def using(
         install ".[gpuless]"`` in jax_cudnn's source folder installs all that planning
         needs. Default None: as around the block; outside of any block, this machine's
         GPU.
+      reduce_dtype: the dtype in which devices add up partial sums of bf16 or f16
+        operands, as in a matmul with a sharded contraction or in the gradient of a
+        weight that all examples share. "f32" keeps the partial sums in f32.
+        "operands" rounds each of them to the dtype of the operands first and sends
+        half of the bytes, as plain JAX does. A result that is f32 itself
+        (``preferred_element_type``) is added up in f32 either way. The gradients of a
+        call follow the call. Collectives of your own in ``jax.shard_map`` do not.
+        Default None: as around the block; outside of any block, "f32".
 
     Raises:
       TypeError: ``plan`` is not a ``PlanOptions``.
-      ValueError: an unknown implementation or GPU; the message lists the known ones.
+      ValueError: an unknown implementation, GPU or ``reduce_dtype``; the message lists
+        the known ones.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -64,4 +80,7 @@ def using(
         changes["implementation"] = implementation
     if device is not None:
         changes["device"] = offline.find(device).name
+    if reduce_dtype is not None:
+        Options(reduce_dtype=reduce_dtype)  # refuses unknown names
+        changes["reduce_dtype"] = reduce_dtype
     return scoped(**changes)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
+from jax_cudnn.graph.rules import accumulator, narrow_dtype
 from jax_cudnn.reference import norms, pointwise, pooling
 from jax_cudnn.reference.attention import cached, f8, qkv, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -127,7 +127,7 @@ def _evaluate_node(
     elif rule in _CONTRACTIONS:
         rule = functools.partial(rule, precision=precision)
         dtypes: list[DTypeName] = [graph.tensor(name).dtype for _, name in node.inputs]
-        narrow = _narrow_dtype(dtypes) if may_narrow else None
+        narrow = narrow_dtype(*dtypes) if may_narrow else None
         asked = {
             role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, narrow))
             for role, tensor in outputs.items()
@@ -237,12 +237,6 @@ _CONTRACTIONS = (
 
 # These read integers too, and give sums in the dtype that they are asked for in.
 _GROUPED = (grouped_matmul.backward, grouped_matmul.forward)
-
-
-def _narrow_dtype(dtypes: Sequence[DTypeName]) -> DTypeName | None:
-    """Return the operands' 16-bit dtype if all others have 8 bits, otherwise None."""
-    wide = set(dtypes).difference(EIGHT_BIT)
-    return wide.pop() if wide in ({"bf16"}, {"f16"}) else None
 
 
 def _sums_dtype(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, is_anchor
 from jax_cudnn.lowering.sharding.array_types import (
     axes_in,
@@ -29,7 +30,11 @@ def is_one_kernel(graph: Graph) -> bool:
 
 
 def run_explicit(
-    graph: Graph, operands: Sequence[jax.Array], kernel: RunPart, around: RunPart
+    graph: Graph,
+    operands: Sequence[jax.Array],
+    kernel: RunPart,
+    around: RunPart,
+    options: Options,
 ) -> list[jax.Array]:
     """Return a graph's results, given what runs kernels on one device, and the rest.
 
@@ -39,7 +44,7 @@ def run_explicit(
 
     def divided(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if any(map(is_explicitly_sharded, arguments)):
-            return _run_divided(part, arguments, kernel)
+            return _run_divided(part, arguments, kernel, options)
         return kernel(part, arguments)
 
     if is_one_kernel(graph):
@@ -48,7 +53,7 @@ def run_explicit(
 
 
 def _run_divided(
-    graph: Graph, operands: Sequence[jax.Array], run: RunPart
+    graph: Graph, operands: Sequence[jax.Array], run: RunPart, options: Options
 ) -> list[jax.Array]:
     """Run a graph of one kernel in `jax.shard_map`."""
     members = all_members(graph, tuple(x.shape for x in operands))
@@ -68,7 +73,7 @@ def _run_divided(
     )
 
     def share(*parts: jax.Array) -> list[jax.Array]:
-        return run_share(graph, members, division, parts, run, collectives)
+        return run_share(graph, members, division, parts, run, collectives, options)
 
     in_specs = tuple(spec_of(division, name) for name in graph.inputs)
     mapped = jax.shard_map(

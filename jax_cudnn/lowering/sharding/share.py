@@ -3,7 +3,8 @@
 
 Each device runs the graph with its own sizes. If a sum runs over a divided axis, each
 device has its share of the sum. The shares are added up before anything that follows
-reads them, in the dtype in which sums are kept.
+reads them, in the dtype in which sums are kept or, if the call asks for it, in that of
+its operands.
 """
 
 import math
@@ -14,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.legalize import subgraph
 from jax_cudnn.lowering.sharding.cuts import Division
 from jax_cudnn.lowering.sharding.members import Members, reshaped
 from jax_cudnn.lowering.sharding.sums import (
-    rounded_sums,
+    share_dtype,
     shares,
     stages,
     sum_dtype,
@@ -54,6 +56,7 @@ def run_share(
     operands: Sequence[jax.Array],
     run: Run,
     collectives: Collectives,
+    options: Options,
 ) -> list[jax.Array]:
     """Return a device's part of the results, given its part of the operands."""
     values = dict(zip(graph.inputs, operands, strict=True))
@@ -63,28 +66,33 @@ def run_share(
         if stage is None:
             continue
         own = division if i else replace(division, scattered={})
-        stage = _with_wide_sums(_local_graph(stage, members, own), division)
+        stage = _local_graph(stage, members, own)
+        stage = _with_share_dtypes(stage, graph, division, options)
         arguments = [values[name] for name in stage.inputs]
         for name, x in zip(stage.outputs, run(stage, arguments), strict=True):
             share = reshaped(x, own.local_shape(name))
-            values[name] = _sum(graph.tensor(name), share, division, collectives)
+            wide = jax_dtype(sum_dtype(graph, name, options))
+            values[name] = _sum(graph.tensor(name), share, wide, division, collectives)
     return [values[name] for name in graph.outputs]
 
 
 def _sum(
     tensor: Tensor,
     share: jax.Array,
+    wide: Any,
     division: Division[Any],
     collectives: Collectives,
 ) -> jax.Array:
-    """Return a device's part of a tensor, given its share of a sum or maximum."""
+    """Return a device's part of a tensor, given its share of a sum or maximum.
+
+    Shares are added up in the dtype `wide`.
+    """
     dtype = jax_dtype(tensor.dtype)
     over = summed(division, tensor.name)
     if not over:
         return share.astype(dtype)
     if tensor.name in division.factors.maxima:
         return collectives.most(share, over).astype(dtype)
-    wide = jax_dtype(sum_dtype(tensor.dtype))
     scattered = division.scattered.get(tensor.name)
     if scattered is None:
         # Sums of more than two are not rounded on the way.
@@ -121,14 +129,14 @@ def _local_graph(
     return replace(graph, tensors=tuple(map(own, graph.tensors)))
 
 
-def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
-    """Return the graph with shares of sums as results in the dtype of sums."""
-    rounded = rounded_sums(graph)
+def _with_share_dtypes(
+    stage: Graph, graph: Graph, division: Division[Any], options: Options
+) -> Graph:
+    """Return a graph's stage with shares of sums as results in their dtype."""
 
     def own(tensor: Tensor) -> Tensor:
-        is_share = tensor.name in graph.outputs and summed(division, tensor.name)
-        if not is_share or tensor.name in rounded:
+        if tensor.name not in stage.outputs or not summed(division, tensor.name):
             return tensor
-        return replace(tensor, dtype=sum_dtype(tensor.dtype))
+        return replace(tensor, dtype=share_dtype(graph, tensor.name, options))
 
-    return replace(graph, tensors=tuple(map(own, graph.tensors)))
+    return replace(stage, tensors=tuple(map(own, stage.tensors)))

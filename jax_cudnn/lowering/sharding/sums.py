@@ -5,8 +5,9 @@ A sum that every device gets is sent whole. One that is scattered is sent in par
 device has the sum of its own part, computes on it what follows, and XLA gathers the
 results where the program wants them whole. What is faster was measured
 (docs/internals/sharding.md): where the program wants the parts it is scattering, and
-where the results are fewer bytes than the sum. Shares in 16 bits are sent as they are,
-and added up in 32 bits where they arrive.
+where the results are fewer bytes than the sum. Shares that a kernel gives in 16 bits
+are sent as they are, and added up in 32 bits where they arrive, unless the call asks
+for sums in the dtype of its operands.
 """
 
 import functools
@@ -16,8 +17,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from jax_cudnn.config import Options
 from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor, kind_named
-from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.rules import accumulator, narrow_dtype
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division
 from jax_cudnn.policy.tables import tables_for
@@ -38,9 +40,41 @@ def shares(division: Division, name: str) -> int:
     return math.prod(division.cuts[factor].count for factor in summed(division, name))
 
 
-def sum_dtype(dtype: DTypeName) -> DTypeName:
-    """Return the dtype in which shares of a tensor of a dtype are added up."""
-    return dtype if dtype == "i32" else accumulator(dtype)
+def sum_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
+    """Return the dtype in which shares of a tensor are added up.
+
+    With `reduce_dtype="operands"`, that is the 16-bit dtype that the sum has in plain
+    JAX. A sum stays f32 where the program says f32: it is an f32 result, or any f32
+    tensor with `exact_dtypes`.
+    """
+    dtype = graph.tensor(name).dtype
+    if dtype == "i32":
+        return dtype
+    if options.reduce_dtype == "operands":
+        dtypes: list[DTypeName] = [dtype]
+        if name not in graph.outputs and not options.exact_dtypes:
+            makers = (node for node in graph.nodes if name in made_by([node]))
+            dtypes = [graph.tensor(each).dtype for each in read_by(makers)]
+        if dtype != "f64" and (narrow := narrow_dtype(*dtypes)):
+            return narrow
+    return accumulator(dtype)
+
+
+def share_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
+    """Return the dtype in which a kernel gives shares of a tensor."""
+    own, wide = graph.tensor(name).dtype, sum_dtype(graph, name, options)
+    is_rounded = name in rounded_sums(graph) and _bytes(wide) > _bytes(own)
+    return own if is_rounded else wide
+
+
+def told_of_shares(stage: Graph, division: Division) -> str:
+    """Return what `plans.inspect` says of the results of a stage that are shares."""
+    return " ".join(
+        f"Each of {shares(division, name)} devices has a partial sum of {name}, in "
+        f"{stage.tensor(name).dtype}."
+        for name in stage.outputs
+        if summed(division, name) and name not in division.factors.maxima
+    )
 
 
 def stages(graph: Graph, division: Division) -> list[list[Node]]:
@@ -72,7 +106,10 @@ def rounded_sums(graph: Graph) -> set[str]:
 
 
 def scattering(
-    graph: Graph, division: Division[DeviceCut], wanted: Mapping[str, Cuts]
+    graph: Graph,
+    division: Division[DeviceCut],
+    wanted: Mapping[str, Cuts],
+    options: Options,
 ) -> Division[DeviceCut]:
     """Return the division with sums scattered, and what follows from them.
 
@@ -92,23 +129,28 @@ def scattering(
         size = math.prod(division.local_shape(name))
         bounds = tables_for(None).about("scattered").scattered
         is_medium = bounds.least <= size and (bool(after) or size < bounds.most_alone)
-        if is_wanted or (is_medium and _sends_less(graph, division, name, results)):
+        sends_less = _sends_less(graph, division, name, results, options)
+        if is_wanted or (is_medium and sends_less):
             division = ways[hits.index(max(hits))]
     return division
 
 
 def _sends_less(
-    graph: Graph, division: Division[DeviceCut], name: str, results: Iterable[str]
+    graph: Graph,
+    division: Division[DeviceCut],
+    name: str,
+    results: Iterable[str],
+    options: Options,
 ) -> bool:
     """Whether results that are gathered are fewer bytes than a sum that is not.
 
     As many are fine as well: what follows the sum is then computed once.
     """
-    if name in rounded_sums(graph):
+    if name in rounded_sums(graph) and options.reduce_dtype == "f32":
         # The sum of two is rounded once, wherever it is computed.
         return shares(division, name) > 2
     gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
-    total = _bytes(sum_dtype(graph.tensor(name).dtype))
+    total = _bytes(sum_dtype(graph, name, options))
     return gathered < total or (gathered == total and {name} != {*results})
 
 
