@@ -191,7 +191,7 @@ class _Grouped(Product):
         def product(w: jax.Array) -> jax.Array:
             return product_of_groups(self.op, rows, w, sizes, narrow, self.call)
 
-        _, back = jax.vjp(product, jnp.zeros(w.shape, narrow))
+        _, back = jax.vjp(product, w.astype(narrow))
         (w_grad,) = back(grad.astype(narrow))
         found = {"x": x_grad, "w": w_grad.astype(w.dtype)}
         return found | self.of_states(given, following)
