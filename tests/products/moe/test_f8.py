@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jax_cudnn import f8, moe, ragged_dot
+from jax_cudnn.flax import linen
+from jax_cudnn.flax.nnx import MixtureOfExperts
 from tests.common.devices import mesh_of
 from tests.products.moe import truth
 from tests.products.moe.truth import mixture
@@ -24,17 +27,10 @@ _ROWS, _K, _N, _READ = 40, 32, 48, 36
 def _problem(dtype: Any) -> tuple[jax.Array, ...]:
     """Return x, w, a bias and a cotangent; rows in no group are NaN."""
     rng = np.random.default_rng(0)
-    x, w, bias, grad = (
-        rng.standard_normal(shape)
-        for shape in ((_ROWS, _K), (4, _K, _N), (4, _N), (_ROWS, _N))
-    )
-    x[_READ:] = grad[_READ:] = np.nan
-    return (
-        jnp.asarray(x, dtype),
-        jnp.asarray(w, "f4"),
-        jnp.asarray(bias, "f4"),
-        jnp.asarray(grad * 1e-3, dtype),
-    )
+    shapes = ((_ROWS, _K), (4, _K, _N), (4, _N), (_ROWS, _N))
+    x, w, bias, grad = [jnp.asarray(rng.normal(size=s), "f4") for s in shapes]
+    x, grad = x.at[_READ:].set(jnp.nan), 1e-3 * grad.at[_READ:].set(jnp.nan)
+    return x.astype(dtype), w, bias, grad.astype(dtype)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> np.ndarray:
@@ -235,6 +231,22 @@ def test_experts_in_f8_over_eight_devices_are_those_of_one() -> None:
     # Small numbers of the hidden layer are rounded by other scales.
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-3 * np.abs(want).max())
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in gradients.values())
+
+
+def test_layers_of_flax_take_the_recipe() -> None:
+    x = jnp.ones((5, 16)) / 3
+    layer = MixtureOfExperts(
+        16, 32, 4, 2, shared_features=16, recipe=f8.Current(), rngs=nnx.Rngs(0)
+    )
+    arrays = {name: getattr(layer, name)[...] for name in layer.parameter_names}
+    want, _ = moe.layer(x, **arrays, top_k=2, recipe=f8.Current())
+    np.testing.assert_array_equal(layer(x)[0], want)
+    other = linen.MixtureOfExperts(
+        32, 4, 2, shared_features=16, recipe=f8.Current()
+    ).apply({"params": arrays}, x)
+    np.testing.assert_array_equal(other[0], want)
+    with pytest.raises(TypeError, match=r"^MixtureOfExperts: recipe=Delayed"):
+        MixtureOfExperts(16, 32, 4, 2, recipe=f8.Delayed(), rngs=nnx.Rngs(0))  # type: ignore[arg-type]
 
 
 def test_a_recipe_with_a_state_is_refused() -> None:
