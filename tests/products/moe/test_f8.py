@@ -41,8 +41,9 @@ def _rounded(x: jax.Array, dtype: Any) -> np.ndarray:
 
 
 def _assert_close(got: jax.Array, want: np.ndarray, eps: float) -> None:
-    got = np.asarray(got, np.float64)
-    np.testing.assert_allclose(got, want, rtol=0, atol=eps * np.abs(want).max())
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), want, rtol=0, atol=eps * np.abs(want).max()
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
