@@ -32,7 +32,10 @@ from jax_cudnn.graph.products.causal_conv1d import (
     causal_conv1d_graph,
 )
 from jax_cudnn.graph.products.conv import ConvAttributes
-from jax_cudnn.graph.products.grouped_matmul import grouped_matmul_graph
+from jax_cudnn.graph.products.grouped_matmul import (
+    grouped_matmul_graph,
+    matrices_gradient_graph,
+)
 from jax_cudnn.graph.products.matmul import MatmulAttributes
 from jax_cudnn.graph.spec import (
     MAX_RANK,
@@ -91,6 +94,7 @@ __all__ = [
     "joined",
     "kind_named",
     "label",
+    "matrices_gradient_graph",
     "norm_graph",
     "operand_text",
     "pool_graph",

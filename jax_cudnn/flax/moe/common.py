@@ -21,7 +21,7 @@ MATRIX_INIT = lecun_normal()
 OPTIONS = (
     *("top_k", "activation", "scores", "normalize", "scale", "groups"),
     *("capacity_factor", "expert_axis", "batch_axis", "tensor_axis", "mesh"),
-    *("precision", "implementation"),
+    *("recipe", "precision", "implementation"),
 )
 
 

@@ -21,6 +21,7 @@ from jax_cudnn.flax.moe.common import (
 )
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision, as_operand
+from jax_cudnn.ops.common.f8_recipes import Current
 from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.ops.products.moe.routing import Auxiliary, Scores
 
@@ -47,7 +48,7 @@ class MixtureOfExperts(linen.Module):
         gradient. Default False.
       shared_features: the hidden width of an MLP that all tokens go through, without
         biases. Default 0: none.
-      activation: as for :func:`jax_cudnn.moe.layer`, like all down to `mesh`.
+      activation: as for :func:`jax_cudnn.moe.layer`, like all down to `recipe`.
       scores: see there.
       normalize: see there.
       scale: see there.
@@ -57,6 +58,7 @@ class MixtureOfExperts(linen.Module):
       batch_axis: see there.
       tensor_axis: see there.
       mesh: see there.
+      recipe: see there.
       dtype: in which the experts compute. Default None: the promoted dtype of inputs
         and parameters. The router computes in f32.
       param_dtype: of the parameters. Default f32.
@@ -95,6 +97,7 @@ class MixtureOfExperts(linen.Module):
     batch_axis: AxisName | None = None
     tensor_axis: AxisName | None = None
     mesh: Mesh | AbstractMesh | None = None
+    recipe: Current | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: Precision = None

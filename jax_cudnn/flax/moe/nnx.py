@@ -21,7 +21,9 @@ from jax_cudnn.flax.moe.common import (
 )
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision
+from jax_cudnn.ops.common.f8_recipes import Current
 from jax_cudnn.ops.common.meshes import AxisName
+from jax_cudnn.ops.products.moe.experts import check_recipe
 from jax_cudnn.ops.products.moe.routing import Auxiliary, Scores
 
 
@@ -63,7 +65,7 @@ class MixtureOfExperts(nnx.Module):
       use_selection_bias: whether there is a :class:`SelectionBias`. Default False.
       shared_features: the hidden width of an MLP that all tokens go through, without
         biases. Default 0: none.
-      activation: as for :func:`jax_cudnn.moe.layer`, like all down to `mesh`.
+      activation: as for :func:`jax_cudnn.moe.layer`, like all down to `recipe`.
       scores: see there.
       normalize: see there.
       scale: see there.
@@ -73,6 +75,7 @@ class MixtureOfExperts(nnx.Module):
       batch_axis: see there.
       tensor_axis: see there.
       mesh: see there.
+      recipe: see there.
       dtype: in which the experts compute. Default None: the promoted dtype of inputs
         and parameters. The router computes in f32.
       param_dtype: of the parameters. Default f32.
@@ -92,6 +95,7 @@ class MixtureOfExperts(nnx.Module):
 
     Raises:
       ValueError: sizes below 1, an unknown `implementation`.
+      TypeError: a recipe other than `f8.Current()`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -124,6 +128,7 @@ class MixtureOfExperts(nnx.Module):
         batch_axis: AxisName | None = None,
         tensor_axis: AxisName | None = None,
         mesh: Mesh | AbstractMesh | None = None,
+        recipe: Current | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: Precision = None,
@@ -161,6 +166,7 @@ class MixtureOfExperts(nnx.Module):
         self.batch_axis: AxisName | None = batch_axis
         self.tensor_axis: AxisName | None = tensor_axis
         self.mesh: Mesh | AbstractMesh | None = mesh
+        self.recipe: Current | None = check_recipe("MixtureOfExperts", recipe)
         self.precision: Precision = precision
         self.implementation: Implementation = implementation
 

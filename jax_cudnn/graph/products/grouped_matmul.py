@@ -16,7 +16,7 @@ cotangents would need scales. See ops/products/f8_groups.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import describe
@@ -44,6 +44,17 @@ def grouped_matmul_graph(inputs: Mapping[str, Tensor], dtype: DTypeName) -> Grap
     dims = result_dims(GROUPED_MATMUL.row, "output", inputs, attributes)
     output = Tensor(name="output", dtype=dtype, dims=dims, order=(0, 1, 2))
     return single_node_graph("grouped_matmul", inputs, {"output": output}, attributes)
+
+
+def matrices_gradient_graph(inputs: Mapping[str, Tensor]) -> Graph:
+    """Build the graph of the gradient of b alone, given the gradient's operands."""
+    output = replace(inputs["b"], name="grad_b")
+    return single_node_graph(
+        "grouped_matmul_backward",
+        inputs,
+        {"grad_b": output},
+        GroupedMatmulAttributes(),
+    )
 
 
 def _check(roles: Roles, attributes: Attributes) -> None:

@@ -41,6 +41,7 @@ from jax_cudnn.ops.products.f8_products import Product, cotangent, operand, prod
 from jax_cudnn.ops.products.ragged_dot import (
     bias_of_rows,
     check_shapes,
+    gradient_of_matrices,
     product_of_groups,
 )
 
@@ -193,12 +194,8 @@ class _Grouped(Product):
         x_grad = self._scaled((cotangent(grad, scale), scale), turned, sizes, x.dtype)
         narrow = grad.dtype if grad.dtype.itemsize == 2 else _BF16
         rows = dequantize(*self.stored(given, "x"), narrow)
-
-        def product(w: jax.Array) -> jax.Array:
-            return product_of_groups(self.op, rows, w, sizes, narrow, self.call)
-
-        _, back = jax.vjp(product, jnp.zeros(w.shape, narrow))
-        (w_grad,) = back(grad.astype(narrow))
+        matrices, grad = w.astype(narrow), grad.astype(narrow)
+        w_grad = gradient_of_matrices(self.op, rows, matrices, sizes, grad, self.call)
         found = {"x": x_grad, "w": w_grad.astype(w.dtype)}
         return found | self.of_states(given, following)
 

@@ -12,7 +12,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.graph import DTypeName, grouped_matmul_graph
+from jax_cudnn.graph import (
+    DTypeName,
+    Tensor,
+    grouped_matmul_graph,
+    matrices_gradient_graph,
+)
 from jax_cudnn.lowering import is_explicitly_sharded, run_graph
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import (
@@ -168,6 +173,28 @@ def product_of_groups(
     return _grouped(product, dtypes, dtype, Epilogue())
 
 
+def gradient_of_matrices(
+    op: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    grad: jax.Array,
+    call: Options,
+) -> jax.Array:
+    """Return the gradient of rhs alone; all arrays but the sizes have one dtype."""
+    product = _Product(lhs, rhs, clipped(sizes, lhs.shape[0]), call)
+    if reason := _why_plain(common_dtypes(op, lhs, rhs), grad.dtype, product):
+        check_implementation(op, reason, call)
+
+        def plain(rhs: jax.Array) -> jax.Array:
+            return _plain(product._replace(rhs=rhs), grad.dtype, Epilogue())
+
+        return jax.vjp(plain, rhs)[1](grad)[0]
+    tensors = _tensors(a=lhs, b=rhs, group_sizes=product.sizes, grad_output=grad)
+    operands = [lhs, rhs, product.sizes, grad]
+    return run_graph(matrices_gradient_graph(tensors), operands, call)[0]
+
+
 class _Product(NamedTuple):
     """The operands of a grouped product, with the options of the call."""
 
@@ -263,15 +290,20 @@ def _grouped(
 def _run(
     dtype: DTypeName, call: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    operands = {
-        "a": Operand(lhs, (0, 1, 2), (1, *lhs.shape)),
-        "b": Operand(rhs, (0, 1, 2)),
-        "group_sizes": Operand(sizes, (0, 1), (1, *sizes.shape)),
-    }
-    tensors = {role: tensor(role, *operand) for role, operand in operands.items()}
-    graph = grouped_matmul_graph(tensors, dtype)
+    graph = grouped_matmul_graph(_tensors(a=lhs, b=rhs, group_sizes=sizes), dtype)
     (output,) = run_graph(graph, [lhs, rhs, sizes], call)
     return jnp.reshape(output, (lhs.shape[0], rhs.shape[2]))
+
+
+def _tensors(**arrays: jax.Array) -> dict[str, Tensor]:
+    """Return the tensors of a graph by their roles, with a 1 before their axes."""
+    operands = {
+        role: Operand(x, (0, 1, 2))
+        if role == "b"
+        else Operand(x, tuple(range(x.ndim + 1)), (1, *x.shape))
+        for role, x in arrays.items()
+    }
+    return {role: tensor(role, *operand) for role, operand in operands.items()}
 
 
 # A cotangent in f8 has no scale, so no graph has the gradients.

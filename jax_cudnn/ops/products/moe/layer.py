@@ -15,9 +15,10 @@ from jax_cudnn.ops.common.arguments import (
     check_number,
     options,
 )
+from jax_cudnn.ops.common.f8_recipes import Current
 from jax_cudnn.ops.common.meshes import AxisName, mesh_of, names_in
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
-from jax_cudnn.ops.products.moe.experts import Computing
+from jax_cudnn.ops.products.moe.experts import Computing, check_recipe
 from jax_cudnn.ops.products.moe.routing import Auxiliary, Rule, Scores
 from jax_cudnn.ops.products.moe.sharded import run_sharded
 
@@ -47,6 +48,7 @@ def layer(
     batch_axis: AxisName | None = None,
     tensor_axis: AxisName | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    recipe: Current | None = None,
     precision: Precision = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
@@ -69,7 +71,8 @@ def layer(
     dtype of the operands. The weighted sum is kept in f32 (f64 for f64) and rounded
     once.
 
-    A token's result follows from that token alone. NaN and infinities of one token
+    A token's result follows from that token alone, but for the scales of f8, which
+    follow from all tokens of a device. NaN and infinities of one token
     reach the auxiliary losses, but no other token. All of JAX's transformations apply.
 
     Axis letters: t tokens (any number of axes), d width, e experts, f hidden width.
@@ -106,7 +109,10 @@ def layer(
         None: none.
       mesh: of whole arrays, with these axes. Default None: that of
         :func:`jax.set_mesh`.
-      precision: as for :func:`jax_cudnn.matmul`.
+      recipe: `jax_cudnn.f8.Current()` has the products of all MLPs run in f8, as
+        :func:`jax_cudnn.f8.ragged_dot` and :func:`jax_cudnn.f8.dense` do; the router
+        stays as it is. Default None: in the operands' dtype.
+      precision: as for :func:`jax_cudnn.matmul`. Products in f8 have none.
       implementation: "auto", "cudnn" or "xla", of the experts' products, as for
         :func:`jax_cudnn.ragged_dot`. With "xla", the router's is XLA's, too.
       plan: likewise.
@@ -118,7 +124,8 @@ def layer(
       ValueError: shapes that do not fit, or that the devices do not divide; axes that
         are not those of the mesh; a `capacity_factor` that is not positive; and as
         :func:`jax_cudnn.moe.router`.
-      TypeError: operands that are no floats, dtypes that JAX does not promote; and as
+      TypeError: operands that are no floats, dtypes that JAX does not promote; another
+        recipe, or operands of other dtypes than bf16, f16 and f32 beside one; and as
         :func:`jax_cudnn.moe.router`.
       UnsupportedError, LibraryError: as :func:`jax_cudnn.ragged_dot`.
 
@@ -159,6 +166,7 @@ def layer(
             precision=precision,
             implementation=implementation,
             plan=plan,
+            recipe=check_recipe(OP, recipe),
         ),
         capacity_factor=None
         if capacity_factor is None
