@@ -73,7 +73,9 @@ _NEWER = replace(_H200, cudnn_version=92801)
         (16384, 8, "bf16", 90, ["by cuBLASLt", "by group"]),
         (16384, 64, "f16", 90, ["by cuBLASLt", "by group", "one kernel"]),
         (16384, 65, "bf16", 90, ["by cuBLASLt", "one kernel"]),
-        (512, 8, "bf16", 90, []),
+        (512, 8, "bf16", 90, ["by cuBLASLt"]),
+        (256, 8, "bf16", 90, []),
+        (512, 4, "bf16", 90, []),
         (16384, 32, "f32", 90, []),
         # The nearest table decides.
         (16384, 32, "bf16", 80, ["by cuBLASLt", "by group", "one kernel"]),

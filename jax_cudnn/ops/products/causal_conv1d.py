@@ -125,8 +125,9 @@ def causal_conv1d(
         document.
       dimension_numbers: "NWC" for steps before channels, or "NCW" for channels before
         steps; w and the states have the same order. Default "NWC".
-      implementation: "auto" (default) uses XLA, unless :func:`jax_cudnn.plans.autotune`
-        measured cuDNN to be faster. "cudnn" uses cuDNN, and raises where it has no
+      implementation: "auto" (default) uses cuDNN's function for x of 2^24 elements and
+        more, and else XLA, unless :func:`jax_cudnn.plans.autotune` measured cuDNN to be
+        faster. "cudnn" uses cuDNN, and raises where it has no
         plan. "xla" never touches cuDNN. On platforms other than CUDA, all three run
         XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean the
         implementation that is set there.

@@ -120,8 +120,10 @@ def ragged_dot(
       docs/ragged_dot.md lists what cuDNN plans on which GPU (from 9.15 and sm_80 on).
       Products of f8 are those of the stored numbers; :func:`jax_cudnn.f8.ragged_dot`
       has scales and gradients for them.
-      With 256 rows a group or more, large products are a matmul for each group: the
-      host waits for `group_sizes` then, and launches one after the other.
+      With cuBLAS 13.4 or newer, large products of 16 bits are one launch of cuBLASLt,
+      and so are their gradients. With an older one and 256 rows a group or more, they
+      are a matmul for each group: the host waits for `group_sizes` then, and launches
+      one after the other.
       XLA's code for a GPU is :func:`jax.lax.ragged_dot`. Where XLA has no kernel for
       that, it multiplies each row with the matrices of all groups, those of other
       groups times 0. So there, a NaN or an infinity in any matrix of `rhs` makes all

@@ -21,7 +21,6 @@ from jax_cudnn.policy import ranked
 from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
 from tests.common.legal_ways import check_form, run_way
-from tests.common.policy import decided_by
 
 pytestmark = pytest.mark.once
 
@@ -132,18 +131,24 @@ def test_segments_are_xlas() -> None:
     assert found.reasons == ("segment_ids: cuDNN's causal convolution has no segments",)
 
 
-def test_a_row_turns_it_on() -> None:
-    """Until it is measured, "auto" leaves it to XLA."""
-    of = {"of": "causal convolutions", "by": "nothing"}
-    forward, _ = _graphs()
-    assert all(way.slower for way in ranked(forward, _H200))
-    row = {**of, "when": {"is_by_function": True}, "runs": "cudnn"}
-    other = {**of, "when": {}, "runs": "xla", "why": "made up"}
-    with decided_by(_H200, rows=[row, other], orders=[]):
-        first, *rest = ranked(forward, _H200)
-        assert FUNCTION in first.legal.names
-        assert not first.slower
-        assert all(way.slower == "made up" for way in rest)
+@pytest.mark.parametrize("steps", [2**8, 2**14])
+def test_auto_takes_the_function_for_large_arrays(steps: int) -> None:
+    """Where it was measured; smaller ones, and the other way, are XLA's."""
+
+    def call(x: Any, w: Any) -> Any:
+        return jnp.sum(causal_conv1d(x, w) ** 2)
+
+    types = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((2, steps, 512), (4, 512))
+    ]
+    graphs = [g for g, *_ in traced_graphs(jax.grad(call, (0, 1)), *types)]
+    graphs = [g for g in graphs if g.nodes[0].kind.startswith("causal")]
+    assert len(graphs) == 2
+    for graph in graphs:
+        for way in ranked(graph, _H200):
+            is_large = steps == 2**14
+            assert (not way.slower) == (is_large and FUNCTION in way.legal.names)
 
 
 def test_a_program_for_a_gpu_calls_it() -> None:
