@@ -19,6 +19,7 @@ from jax_cudnn.graph import (
     to_json,
 )
 from jax_cudnn.legalize import legalize
+from jax_cudnn.legalize.products.grouped_matmul import BY_CUBLASLT
 from tests.common.gpuless import harness
 
 # Rows, contraction, columns and groups: usual, odd, few, one group, many groups.
@@ -71,7 +72,7 @@ def test_every_way_has_a_plan(gpu: str) -> None:
             graph = _graph(sizes, dtype, result)
             for way, each in (("forward", graph), ("backward", _backward(graph))):
                 for i, legal in enumerate(legalize(each, target).candidates):
-                    if legal.waits:
+                    if legal.waits or BY_CUBLASLT in legal.names:
                         continue  # It takes cuBLASLt, which needs a GPU to be asked.
                     label = f"{sizes} {dtype} {result} {way} {i}"
                     graphs[label] = to_json(legal.graph)
@@ -87,6 +88,14 @@ def test_a_plan_is_built_forward_and_backward() -> None:
     ]
     for answer in harness.plan_all(texts, "h200"):
         assert any(each["is_built"] for each in answer["candidates"])
+
+
+def test_cublaslt_is_asked_where_the_gpu_is() -> None:
+    for each in (_graph(_SIZES[0], "bf16"), _backward(_graph(_SIZES[0], "bf16"))):
+        ways = legalize(each, harness.target("h200")).candidates
+        (legal,) = (way for way in ways if BY_CUBLASLT in way.names)
+        (answer,) = harness.plan_all([to_json(legal.graph)], "h200")
+        assert "its plans are made where the GPU is" in str(answer)
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
