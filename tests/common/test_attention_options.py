@@ -38,7 +38,9 @@ _OTHER_DEFAULTS = {
 _FIELDS = {each.name: each for each in dataclasses.fields(options.AttentionCall)}
 
 
-@pytest.mark.parametrize("keywords", {*_KEYWORDS.values(), options.LayerOptions})
+@pytest.mark.parametrize(
+    "keywords", [*dict.fromkeys([*_KEYWORDS.values(), options.LayerOptions])]
+)
 def test_keywords_have_the_types_of_the_fields(keywords: Any) -> None:
     for name, annotation in keywords.__annotations__.items():
         assert annotation.__forward_arg__ == _FIELDS[name].type, name
