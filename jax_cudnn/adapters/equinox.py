@@ -226,6 +226,12 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 )
         off = self.dropout.inference if inference is None else inference
         rate = 0.0 if off else self.dropout.p
+        if not isinstance(rate, int | float):
+            raise TypeError(
+                f"MultiheadAttention: dropout.p is {rate!r}. It must be an int or a "
+                "float, which is part of the program. Set it by eqx.tree_at, or pass "
+                "inference=True."
+            )
         if rate and key is None:
             raise ValueError(
                 f"MultiheadAttention: dropout of {rate} needs a random key. Pass key=, "

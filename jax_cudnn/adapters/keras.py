@@ -266,14 +266,16 @@ def _dense(layer: Any, implementation: Implementation) -> _Method:
         if reason := _unlike(inputs, kernel):
             _delegate("a dense layer", layer, reason, implementation)
             return keras_own(inputs, training=training)
+        fused, rest = _activations(layer)
         with on_behalf_of(layer.path, "matmul"):
-            return matmul(
+            y = matmul(
                 inputs,
                 kernel,
                 bias=bias,
-                activation=_activation(layer),
+                activation=fused,
                 implementation=implementation,
             )
+        return y if rest is None else rest(y)
 
     return call
 
@@ -293,8 +295,9 @@ def _convolution(layer: Any, implementation: Implementation) -> _Method:
             padding = "VALID"
         axes = _SPATIAL[layer.rank]
         images = f"N{axes}C" if layer.data_format == "channels_last" else f"NC{axes}"
+        fused, rest = _activations(layer)
         with on_behalf_of(layer.path, "conv"):
-            return conv(
+            y = conv(
                 inputs,
                 kernel,
                 layer.strides,
@@ -303,16 +306,33 @@ def _convolution(layer: Any, implementation: Implementation) -> _Method:
                 dimension_numbers=(images, f"{axes}IO", images),
                 feature_group_count=layer.groups,
                 bias=_array(layer.bias) if layer.use_bias else None,
-                activation=_activation(layer),
+                activation=fused,
                 implementation=implementation,
             )
+        return y if rest is None else rest(y)
 
     return call
 
 
-def _activation(layer: Any) -> Callable[[jax.Array], jax.Array] | None:
+_Activation = Callable[[jax.Array], jax.Array]
+
+
+def _activations(layer: Any) -> tuple[_Activation | None, _Activation | None]:
+    """Return what a kernel may compute of an activation, and what follows it.
+
+    One that changes the shape, such as "glu", follows.
+    """
     own = layer.activation
-    return None if own is keras.activations.linear else own
+    if own is keras.activations.linear:
+        return None, None
+    if isinstance(own, keras.layers.Layer):
+        return own, None  # It is built by the first array that it gets.
+    probe = jax.ShapeDtypeStruct((2, 4, 4, 4, 4), jnp.float32)
+    try:
+        keeps = jax.eval_shape(own, probe).shape == probe.shape
+    except (TypeError, ValueError):  # It may be for other ranks alone.
+        keeps = False
+    return (own, None) if keeps else (None, own)
 
 
 # --- both -----------------------------------------------------------------------------

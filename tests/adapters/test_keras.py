@@ -47,6 +47,7 @@ _TURNED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "dense": (layers.Dense(6, activation="relu"), (_X,), {}),
     "dense without bias": (layers.Dense(6, "gelu", use_bias=False), (_X,), {}),
     "dense with softmax": (layers.Dense(6, activation="softmax"), (_X,), {}),
+    "dense with glu": (layers.Dense(6, activation="glu"), (_X,), {}),
     "conv 2d": (
         layers.Conv2D(6, 3, 2, "same", groups=2, activation="silu"),
         (_IMAGES,),

@@ -246,21 +246,21 @@ class _Convolution(NamedTuple):
     def last(self, state: jax.Array | None) -> jax.Array:
         """Return the last steps, which come before what follows."""
         x, axis = self.arrays["x"], self.layout.steps
-        steps, before = x.shape[axis], self.before
+        before = self.before
         if state is None:
             front, channels = x.shape[:-2], x.shape[self.layout.channels]
             state = jnp.zeros(self.layout.shape(front, before, channels), x.dtype)
             state = sharded_where_free(state, x)
-        if steps == 0:
-            return state
-        kept = max(before - steps, 0)
-        recent = jax.lax.slice_in_dim(x, max(steps - before, 0), steps, axis=axis)
-        older = jax.lax.slice_in_dim(state, before - kept, before, axis=axis)
-        found = jnp.concatenate([older, recent], axis) if kept else recent
-        if (ids := self.arrays.get("segment_ids")) is None:
+        steps = x.shape[axis]
+        # No size is compared with another: steps may be symbolic.
+        whole = jnp.concatenate([state, x], axis)
+        found = jax.lax.slice_in_dim(whole, steps, steps + before, axis=axis)
+        ids = self.arrays.get("segment_ids")
+        if ids is None or steps == 0:
             return found
-        first = jnp.broadcast_to(ids[..., :1], (*ids.shape[:-1], kept))
-        own = jnp.concatenate([first, ids[..., max(steps - before, 0) :]], -1)
+        first = jnp.broadcast_to(ids[..., :1], (*ids.shape[:-1], before))
+        own = jnp.concatenate([first, ids], -1)
+        own = jax.lax.slice_in_dim(own, steps, steps + before, axis=own.ndim - 1)
         is_last = jnp.expand_dims(own == ids[..., -1:], self.layout.channels)
         return jnp.where(is_last, found, jnp.zeros((), found.dtype))
 

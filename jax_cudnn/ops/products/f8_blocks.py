@@ -50,7 +50,8 @@ class Blocks(NamedTuple):
         scales = jax.lax.bitcast_convert_type(self.scales, self._scale_dtype)
         dtype = jnp.float8_e4m3fn if self.scale is None else jnp.float4_e2m1fn
         values = jax.lax.bitcast_convert_type(self.values, dtype)
-        return values.reshape(*self.values.shape[:-1], -1), scales
+        size = self.values.shape[-1] * (1 if self.scale is None else 2)
+        return values.reshape(*self.values.shape[:-1], size), scales
 
     def dequantized(self) -> jax.Array:
         """Return what the numbers stand for, in f32.

@@ -105,8 +105,10 @@ def ragged_dot(
 
     Notes:
       On a Hopper GPU, cuBLAS 13.5 and newer have the products in f8. Elsewhere XLA
-      multiplies the f8 copies in bf16, with the same meaning. A sum of bf16 operands is
-      rounded to bf16 before it is scaled, and once more after it.
+      multiplies the f8 copies in bf16, with the same meaning. A NaN or an infinity in
+      a row that is in a group makes the scale 1, as for :func:`dense`: then numbers
+      below 2^-10 are 0, and those above 448 saturate, in all groups. A sum of bf16
+      operands is rounded to bf16 before it is scaled, and once more after it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -192,12 +194,30 @@ class _Grouped(Product):
         copy, w_scale = self.stored(given, "w")
         turned = jnp.swapaxes(copy, 1, 2), w_scale
         x_grad = self._scaled((cotangent(grad, scale), scale), turned, sizes, x.dtype)
-        narrow = grad.dtype if grad.dtype.itemsize == 2 else _BF16
+        # Sums over rows may be beyond f16 where weights are of another dtype.
+        is_f16 = grad.dtype == w.dtype == np.float16
+        narrow = grad.dtype if is_f16 else _BF16
         rows = dequantize(*self.stored(given, "x"), narrow)
         matrices, grad = w.astype(narrow), grad.astype(narrow)
         w_grad = gradient_of_matrices(self.op, rows, matrices, sizes, grad, self.call)
         found = {"x": x_grad, "w": w_grad.astype(w.dtype)}
         return found | self.of_states(given, following)
+
+    def reference_gradients(
+        self, given: Mapping[str, jax.Array], grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients by the rounded operands, to be differentiated again.
+
+        That of the matrices is by the cotangent as it came.
+        """
+        found = super().reference_gradients(given, grad)
+        x, w = self._rounded(given)
+
+        def product(w: jax.Array) -> jax.Array:
+            return self.contracted(given, x, w).astype(grad.dtype)
+
+        (w_grad,) = jax.vjp(product, w)[1](grad)
+        return found | {"w": w_grad}
 
     def contracted(
         self, given: Mapping[str, jax.Array], x: jax.Array, w: jax.Array

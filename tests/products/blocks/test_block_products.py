@@ -296,6 +296,19 @@ def test_symbolic_sizes_wide_types_and_strict_promotion(name: str) -> None:
             close(other, np.asarray(each, np.float64), ulp=2e-3)
 
 
+@_by_recipe
+@pytest.mark.parametrize("sizes", [(0, 32, 16), (3, 0, 16), (3, 32, 0)])
+def test_arrays_without_elements(name: str, sizes: tuple[int, int, int]) -> None:
+    rows, depth, columns = sizes
+    x, w, grad = (
+        jnp.ones(shape) for shape in ((rows, depth), (depth, columns), (rows, columns))
+    )
+    found = _step(x, w, grad, recipe=RECIPES[name])
+    for each, like in zip(found, (grad, x, w), strict=True):
+        assert each.shape == like.shape
+        assert not each.any()
+
+
 # --- meshes ---------------------------------------------------------------------------
 
 

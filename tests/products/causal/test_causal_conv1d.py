@@ -336,3 +336,27 @@ def test_names_of_the_activation(draw: Draw) -> None:
     want = causal_conv1d(x, w)
     for same in ("silu", "swish", jax.nn.silu, jax.nn.swish):
         np.testing.assert_array_equal(causal_conv1d(x, w, activation=same), want)
+
+
+def test_a_state_needs_to_know_no_number_of_steps() -> None:
+    (steps,) = export.symbolic_shape("s")
+
+    def run(x: jax.Array, w: jax.Array, state: jax.Array) -> Any:
+        return causal_conv1d(x, w, initial_state=state, return_state=True)
+
+    rng = np.random.default_rng(0)
+    w, state = (rng.standard_normal((n, _C)).astype("f4") for n in (_K, _K - 1))
+    state = np.broadcast_to(state, (_B, _K - 1, _C))
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (w, state)]
+    kind = jax.ShapeDtypeStruct((_B, steps, _C), jnp.float32)
+    program = export.export(jax.jit(run))(kind, *types)
+    for count in (1, _K - 2, _K + 5):
+        x = rng.standard_normal((_B, count, _C)).astype("f4")
+        y, after = program.call(x, w, state)
+        np.testing.assert_allclose(y, run(x, w, state)[0], rtol=1e-6, atol=1e-6)
+        want = np.concatenate([state, x], 1)[:, -(_K - 1) :]
+        np.testing.assert_array_equal(after, want)
+
+
+def test_there_may_be_no_channels_and_many_taps() -> None:
+    assert causal_conv1d(jnp.ones((2, 5, 0)), jnp.ones((40, 0))).shape == (2, 5, 0)

@@ -97,6 +97,27 @@ def test_tangents_and_second_derivatives_are_those_of_rounded_operands() -> None
     want = grouped(xs, dw, _SIZES, cotangent=_rounded(grad, jnp.float8_e5m2)).rows
     _assert_close(along, want, 1e-5)
 
+    def of_matrices(x: jax.Array) -> jax.Array:
+        return jax.vjp(lambda w: run(x, w), w)[1](grad)[0]
+
+    # The gradient by w has the cotangent as it came, and so has its tangent.
+    dx = dx.at[_READ:].set(0)
+    _, along = jax.jit(lambda: jax.jvp(of_matrices, (x,), (dx,)))()
+    want = grouped(dx, w, _SIZES, cotangent=grad).matrices
+    _assert_close(along, want, 1e-5)
+
+
+def test_sums_over_many_rows_of_f16_fit_weights_of_f32() -> None:
+    x = jnp.full((4096, 16), 8.0, jnp.float16)
+    w = jnp.full((2, 16, 16), 0.01, jnp.float32)
+
+    def loss(w: jax.Array) -> jax.Array:
+        y = f8.ragged_dot(x, w, jnp.array([4096, 0]))
+        return 4 * jnp.sum(y.astype(jnp.float32))
+
+    want = np.stack([np.full((16, 16), 4 * 4096 * 8.0), np.zeros((16, 16))])
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(w), want, rtol=2**-8)
+
 
 def test_delayed_scales_come_from_the_state() -> None:
     """And the gradient by the state is the next state, as that of `f8.dense`."""
