@@ -136,6 +136,7 @@ LIMITS = (
     Limit(
         kinds=_CAUSAL,
         holds=always,
+        lacking=True,
         versions=range(92200),
         what="there is no function for causal convolutions",
         words="cuDNN {cudnn} is older than 9.22, which has cudnnCausalConv1dForward",

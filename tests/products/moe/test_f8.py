@@ -16,6 +16,7 @@ from jax_cudnn.flax.nnx import MixtureOfExperts
 from tests.common.devices import mesh_of
 from tests.products.moe import truth
 from tests.products.moe.truth import mixture
+from tests.products.shared.f8_dense import ROUNDS_TWICE
 from tests.products.shared.grouped import grouped
 
 pytestmark = [pytest.mark.once]
@@ -41,9 +42,12 @@ def _rounded(x: jax.Array, dtype: Any) -> np.ndarray:
 
 
 def _assert_close(got: jax.Array, want: np.ndarray, eps: float) -> None:
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), want, rtol=0, atol=eps * np.abs(want).max()
-    )
+    """Judge by the norm, and by the largest entry where nothing rounds twice."""
+    got = np.asarray(got, np.float64)
+    if ROUNDS_TWICE:
+        assert np.linalg.norm(got - want) <= (eps + 0.02) * np.linalg.norm(want)
+    else:
+        np.testing.assert_allclose(got, want, rtol=0, atol=eps * np.abs(want).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
