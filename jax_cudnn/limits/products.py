@@ -136,7 +136,7 @@ LIMITS = (
     Limit(
         kinds=_CAUSAL,
         holds=always,
-        lacking=True,
+        is_fault=False,
         versions=range(92200),
         what="there is no function for causal convolutions",
         words="cuDNN {cudnn} is older than 9.22, which has cudnnCausalConv1dForward",

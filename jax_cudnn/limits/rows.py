@@ -89,13 +89,14 @@ class Limit(Row):
     """A row of nodes of some ``kinds``, where ``holds`` says so of a graph and a node.
 
     Legalisation drops the graphs that it is met by. One that is ``lacking`` is of all
-    that was asked for, even where it would be written without such a node. It is no bug
-    that the doctor warns of.
+    that was asked for, even where it would be written without such a node. The doctor
+    warns neither of these nor of one that is no fault: where another way does as well.
     """
 
     kinds: frozenset[str]
     holds: Callable[[Graph, Node], bool]
     lacking: bool = False
+    is_fault: bool = True
 
     def is_met(self, graph: Graph, target: Target | None) -> bool:
         """Whether it is in the way of a graph on a target."""
