@@ -304,7 +304,8 @@ def _cudnn_limits(facts: Facts) -> Iterator[Finding]:
     found = [
         limit
         for limit in limits.LIMITS
-        if limit.is_fault and not (limit.is_general or limit.lacking)
+        if limit.is_fault
+        and not (limit.is_general or limit.lacking)
         and any(limit.is_of(gpu.sm_version, cudnn.version) for gpu in gpus)
     ]
     fixed = [limit.fixed for limit in found if limit.fixed is not None]
