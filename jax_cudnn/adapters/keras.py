@@ -327,12 +327,17 @@ def _activations(layer: Any) -> tuple[_Activation | None, _Activation | None]:
         return None, None
     if isinstance(own, keras.layers.Layer):
         return own, None  # It is built by the first array that it gets.
+    return (own, None) if _keeps_shape(own) else (None, own)
+
+
+@functools.lru_cache
+def _keeps_shape(function: _Activation) -> bool:
+    """Whether a function gives arrays of its argument's shape; asked once of each."""
     probe = jax.ShapeDtypeStruct((2, 4, 4, 4, 4), jnp.float32)
     try:
-        keeps = jax.eval_shape(own, probe).shape == probe.shape
+        return jax.eval_shape(function, probe).shape == probe.shape
     except (TypeError, ValueError):  # It may be for other ranks alone.
-        keeps = False
-    return (own, None) if keeps else (None, own)
+        return False
 
 
 # --- both -----------------------------------------------------------------------------
