@@ -141,18 +141,54 @@ std::set<std::string, std::less<>> Set(const std::vector<std::string>& names) {
   return {names.begin(), names.end()};
 }
 
-NodeKind ReadKind(const std::string& name, const JsonObject& row,
-                  const JsonObject& model) {
+// The first of these that has a field says what it is.
+using Rows = std::vector<const JsonObject*>;
+
+const Json* Field(const Rows& rows, std::string_view name) {
+  for (const JsonObject* const row : rows) {
+    if (const Json* const found = Field(*row, name)) return found;
+  }
+  return nullptr;
+}
+
+// The roles of a side and their texts; those that only a form has come first.
+std::vector<std::pair<std::string, std::string>> RoleTexts(const Rows& rows,
+                                                           const JsonObject* form,
+                                                           const char* side) {
+  std::vector<std::pair<std::string, std::string>> texts;
+  const JsonObject& old = Object(*Field(rows, side));
+  const Json* const own = form == nullptr ? nullptr : Field(*form, side);
+  if (own != nullptr) {
+    for (const auto& [role, text] : Object(*own)) {
+      if (Field(old, role) == nullptr) texts.emplace_back(role, String(text));
+    }
+  }
+  for (const auto& [role, text] : old) {
+    const Json* const changed = own == nullptr ? nullptr : Field(Object(*own), role);
+    texts.emplace_back(role, String(changed == nullptr ? text : *changed));
+  }
+  return texts;
+}
+
+NodeKind ReadKind(const std::string& name, const Rows& rows,
+                  const JsonObject* form = nullptr) {
   const auto field = [&](std::string_view key) {
-    const Json* const own = Field(row, key);
-    return own != nullptr ? own : Field(model, key);
+    const Json* const own = form == nullptr ? nullptr : Field(*form, key);
+    return own != nullptr ? own : Field(rows, key);
   };
   NodeKind kind;
   kind.name = name;
+  std::set<std::string, std::less<>> without;
+  if (form != nullptr) {
+    if (const Json* const names = Field(*form, "without")) {
+      without = Set(Strings(*names));
+    }
+  }
   for (const char* side : {"inputs", "outputs"}) {
-    for (const auto& [role, text] : Object(*field(side))) {
+    for (const auto& [role, text] : RoleTexts(rows, form, side)) {
+      if (without.count(role.substr(0, role.find('?'))) != 0) continue;
       kind.roles.push_back(
-          ReadRole(kind, role, String(text), side == std::string_view("inputs")));
+          ReadRole(kind, role, text, side == std::string_view("inputs")));
     }
   }
   if (const Json* const attributes = field("attributes")) {
@@ -189,6 +225,14 @@ NodeKind ReadKind(const std::string& name, const JsonObject& row,
   if (const Json* const modes = field("modes_with_alpha")) {
     kind.modes_with_alpha = Set(Strings(*modes));
   }
+  // Not shared with the kind that the row is like.
+  const Json* const forms = form == nullptr ? Field(*rows[0], "with") : nullptr;
+  if (forms != nullptr) {
+    for (const auto& [operand, changes] : Object(*forms)) {
+      kind.forms.push_back(ReadKind(name, rows, &Object(changes)));
+      kind.forms.back().operand = operand;
+    }
+  }
   return kind;
 }
 
@@ -196,10 +240,11 @@ std::vector<NodeKind> ReadTable() {
   const Json table = Value(ParseJson(kNodeKindsTable, "node_kinds"));
   std::vector<NodeKind> kinds;
   for (const auto& [name, row] : Object(table)) {
-    const Json* const like = Field(Object(row), "like");
-    const Json& model =
-        like == nullptr ? row : RequiredField(Object(table), String(*like));
-    kinds.push_back(ReadKind(name, Object(row), Object(model)));
+    Rows rows = {&Object(row)};
+    if (const Json* const like = Field(Object(row), "like")) {
+      rows.push_back(&Object(RequiredField(Object(table), String(*like))));
+    }
+    kinds.push_back(ReadKind(name, rows));
   }
   return kinds;
 }
@@ -210,6 +255,14 @@ const Role* NodeKind::Find(std::string_view role) const {
   const auto found = std::find_if(roles.begin(), roles.end(),
                                   [&](const Role& each) { return each.name == role; });
   return found == roles.end() ? nullptr : &*found;
+}
+
+const NodeKind& NodeKind::Form(
+    const std::map<std::string, std::string, std::less<>>& inputs) const {
+  const auto found = std::find_if(
+      forms.begin(), forms.end(),
+      [&](const NodeKind& form) { return inputs.count(form.operand) != 0; });
+  return found == forms.end() ? *this : *found;
 }
 
 const std::vector<NodeKind>& NodeKinds() {
