@@ -218,9 +218,12 @@ def axes_of(
 @functools.cache
 def describe(name: str) -> Description:
     """Return the row of a kind, read."""
-    row = table()[name]
-    shared = {**table()[row["like"]], "with": {}, **row} if "like" in row else row
-    return _described(name, shared)
+    row: dict[str, Any] = {"with": _NO_FORMS, **table()[name]}
+    shared: Mapping[str, Any] = table()[row["like"]] if "like" in row else {}
+    return _described(name, {**shared, **row})
+
+
+_NO_FORMS: Mapping[str, Any] = {}
 
 
 def _described(name: str, shared: Mapping[str, Any]) -> Description:
@@ -261,7 +264,7 @@ def _described(name: str, shared: Mapping[str, Any]) -> Description:
         },
         forms={
             operand: _described(name, _with(shared, form))
-            for operand, form in shared.get("with", {}).items()
+            for operand, form in shared["with"].items()
         },
     )
 
@@ -269,7 +272,7 @@ def _described(name: str, shared: Mapping[str, Any]) -> Description:
 def _with(row: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the changes of a form; roles that are new come first."""
     without = form.get("without", ())
-    changed = {**row, **form, "with": {}}
+    changed: dict[str, Any] = {**row, **form, "with": _NO_FORMS}
     for side in ("inputs", "outputs"):
         own, old = form.get(side, {}), row[side]
         new = {role: text for role, text in own.items() if role not in old}
