@@ -141,54 +141,46 @@ std::set<std::string, std::less<>> Set(const std::vector<std::string>& names) {
   return {names.begin(), names.end()};
 }
 
-// The first of these that has a field says what it is.
-using Rows = std::vector<const JsonObject*>;
-
-const Json* Field(const Rows& rows, std::string_view name) {
-  for (const JsonObject* const row : rows) {
-    if (const Json* const found = Field(*row, name)) return found;
+// The fields of both, those of `own` where both have one. Those that are new come
+// first.
+JsonObject Merged(const JsonObject& old, const JsonObject& own) {
+  JsonObject merged;
+  for (const auto& field : own) {
+    if (Field(old, field.first) == nullptr) merged.push_back(field);
   }
-  return nullptr;
+  for (const auto& [name, value] : old) {
+    const Json* const changed = Field(own, name);
+    merged.emplace_back(name, changed == nullptr ? value : *changed);
+  }
+  return merged;
 }
 
-// The roles of a side and their texts; those that only a form has come first.
-std::vector<std::pair<std::string, std::string>> RoleTexts(const Rows& rows,
-                                                           const JsonObject* form,
-                                                           const char* side) {
-  std::vector<std::pair<std::string, std::string>> texts;
-  const JsonObject& old = Object(*Field(rows, side));
-  const Json* const own = form == nullptr ? nullptr : Field(*form, side);
-  if (own != nullptr) {
-    for (const auto& [role, text] : Object(*own)) {
-      if (Field(old, role) == nullptr) texts.emplace_back(role, String(text));
+// A row as it is of nodes with an operand that changes it.
+JsonObject WithForm(const JsonObject& row, const JsonObject& form) {
+  JsonObject changed = Merged(row, form);
+  std::set<std::string, std::less<>> without;
+  if (const Json* const names = Field(form, "without")) without = Set(Strings(*names));
+  for (auto& [side, value] : changed) {
+    if (side != "inputs" && side != "outputs") continue;
+    const JsonObject roles = Merged(Object(RequiredField(row, side)), Object(value));
+    JsonObject kept;
+    for (const auto& role : roles) {
+      const std::string name = role.first.substr(0, role.first.find('?'));
+      if (without.count(name) == 0) kept.push_back(role);
     }
+    value.value = std::move(kept);
   }
-  for (const auto& [role, text] : old) {
-    const Json* const changed = own == nullptr ? nullptr : Field(Object(*own), role);
-    texts.emplace_back(role, String(changed == nullptr ? text : *changed));
-  }
-  return texts;
+  return changed;
 }
 
-NodeKind ReadKind(const std::string& name, const Rows& rows,
-                  const JsonObject* form = nullptr) {
-  const auto field = [&](std::string_view key) {
-    const Json* const own = form == nullptr ? nullptr : Field(*form, key);
-    return own != nullptr ? own : Field(rows, key);
-  };
+NodeKind ReadKind(const std::string& name, const JsonObject& row, const Json* forms) {
+  const auto field = [&](std::string_view key) { return Field(row, key); };
   NodeKind kind;
   kind.name = name;
-  std::set<std::string, std::less<>> without;
-  if (form != nullptr) {
-    if (const Json* const names = Field(*form, "without")) {
-      without = Set(Strings(*names));
-    }
-  }
   for (const char* side : {"inputs", "outputs"}) {
-    for (const auto& [role, text] : RoleTexts(rows, form, side)) {
-      if (without.count(role.substr(0, role.find('?'))) != 0) continue;
+    for (const auto& [role, text] : Object(*field(side))) {
       kind.roles.push_back(
-          ReadRole(kind, role, text, side == std::string_view("inputs")));
+          ReadRole(kind, role, String(text), side == std::string_view("inputs")));
     }
   }
   if (const Json* const attributes = field("attributes")) {
@@ -225,13 +217,10 @@ NodeKind ReadKind(const std::string& name, const Rows& rows,
   if (const Json* const modes = field("modes_with_alpha")) {
     kind.modes_with_alpha = Set(Strings(*modes));
   }
-  // Not shared with the kind that the row is like.
-  const Json* const forms = form == nullptr ? Field(*rows[0], "with") : nullptr;
-  if (forms != nullptr) {
-    for (const auto& [operand, changes] : Object(*forms)) {
-      kind.forms.push_back(ReadKind(name, rows, &Object(changes)));
-      kind.forms.back().operand = operand;
-    }
+  if (forms == nullptr) return kind;
+  for (const auto& [operand, form] : Object(*forms)) {
+    kind.forms.push_back(ReadKind(name, WithForm(row, Object(form)), nullptr));
+    kind.forms.back().operand = operand;
   }
   return kind;
 }
@@ -240,11 +229,11 @@ std::vector<NodeKind> ReadTable() {
   const Json table = Value(ParseJson(kNodeKindsTable, "node_kinds"));
   std::vector<NodeKind> kinds;
   for (const auto& [name, row] : Object(table)) {
-    Rows rows = {&Object(row)};
-    if (const Json* const like = Field(Object(row), "like")) {
-      rows.push_back(&Object(RequiredField(Object(table), String(*like))));
-    }
-    kinds.push_back(ReadKind(name, rows));
+    const Json* const like = Field(Object(row), "like");
+    const Json& model =
+        like == nullptr ? row : RequiredField(Object(table), String(*like));
+    const Json* const forms = Field(Object(row), "with");
+    kinds.push_back(ReadKind(name, Merged(Object(model), Object(row)), forms));
   }
   return kinds;
 }
