@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+MEASURED = ROOT / "docs" / "internals" / "measured"
 FOLDER = ROOT / "docs" / "pictures"
 
 # Contenders, in the order in which they are drawn.
@@ -55,7 +56,8 @@ class Panel(NamedTuple):
 
 
 def _read(name: str) -> Any:
-    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    folder = next(x for x in (BENCHMARKS, MEASURED) if (x / f"{name}.json").exists())
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _dot(entry: Mapping[str, float]) -> Dot:

@@ -125,6 +125,29 @@ def _anchor(heading: str) -> str:
     return kept.replace(" ", "-")
 
 
+def test_internals_name_the_page_of_every_file() -> None:
+    root = DOCS.parent
+    homes = (root / "jax_cudnn", root)
+    page = (DOCS / "internals" / "index.md").read_text()
+    table = page.partition("## Which page explains a file")[2]
+    rows = re.findall(r"^\| (`.*?) \| (.*\]\(.*) \|$", table, re.M)
+    explained: set[Path] = set()
+    for names, _ in rows:
+        for name in re.findall(r"`([^`]+)`", names):
+            found = next((x for x in (list(h.glob(name)) for h in homes) if x), None)
+            assert found, f"{name} is not there"
+            explained.update(found)
+    sources = [*(root / "jax_cudnn").rglob("*.py"), *(root / "ffi").rglob("*.[ch]*")]
+    assert len(sources) > 300
+    for file in sources:
+        if file.name != "__init__.py":
+            assert explained & {file, *file.parents}, f"no page explains {file}"
+
+
+def test_users_find_few_pages_of_benchmarks() -> None:
+    assert len(list((DOCS / "benchmarks").glob("*.md"))) <= 8
+
+
 # --- tables ---------------------------------------------------------------------------
 
 
