@@ -121,6 +121,8 @@ def _sizes(cell: str) -> str:
 
 def _kind(name: str) -> str:
     """Return in words which operation it is, of whatever size."""
+    if name.startswith("("):
+        return "Causal" if name.endswith(" causal") else "With a bias"
     operation, then = re.fullmatch(r"(.*?) \(.*?\)(.*)", name).groups()  # type: ignore[union-attr]
     if then == " bf16 x i8":
         return "Matmul of bf16 and int8"
@@ -199,7 +201,7 @@ def panels() -> dict[str, list[Panel]]:
             Panel(
                 "Attention, forward and gradients",
                 to_jax,
-                _without(attentions("fwd+bwd"), "jax.nn xla"),
+                _without(_by_kind(attention(" fwd+bwd")), "jax.nn xla"),
                 0.8,
                 2,
             ),
