@@ -15,11 +15,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import jax_cudnn
-from jax_cudnn import cli, offline, startup
+from jax_cudnn import cli, config, offline, startup
+from jax_cudnn.ops.attention import layouts, qkv
+from jax_cudnn.ops.common import activations
+from jax_cudnn.parallel import problem, schedule
 from tests.tools.script import load_script
 from tests.tools.snippets import DOCS, GUIDES, OFF_GPU, run, snippets
 
@@ -206,6 +210,25 @@ def test_pages_of_the_reference_open_with_a_table_of_their_entries() -> None:
         hidden = {"jax_cudnn.plans.calls.CallSummary"}
         for entry in {*entries} - hidden:
             assert entry.split(".")[-1] in opening, (page, entry)
+
+
+def test_the_page_of_types_names_every_value() -> None:
+    sections = re.split(r"^## ", (DOCS / "api" / "types.md").read_text(), flags=re.M)
+    # The function of that name hides its module.
+    causal = importlib.import_module("jax_cudnn.ops.products.causal_conv1d")
+    kinds = {
+        "Implementation": config.Implementation,
+        "Activation": activations.ActivationName,
+        "Layout": layouts.Layout,
+        "PageLayout": layouts.PageLayout,
+        "QkvLayout": qkv.QkvLayout,
+        "Order": schedule.Order,
+        "Method": problem.Method,
+        "CausalLayout": causal.CausalLayout,
+    }
+    for name, kind in kinds.items():
+        (section,) = (each for each in sections if each.startswith(f"{name}\n"))
+        assert set(re.findall(r'`"(\w+)"`', section)) == set(get_args(kind)), name
 
 
 @pytest.mark.once
