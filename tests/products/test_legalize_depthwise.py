@@ -282,7 +282,7 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     from benchmarks import depthwise
     from benchmarks.conv_ways import named_op
 
-    data = json.loads((_ROOT / "docs/benchmarks/depthwise.json").read_text())
+    data = json.loads((_ROOT / "docs/internals/measured/depthwise.json").read_text())
     rows = {(row["op"], row["operands"]): row for row in data["rows"]}
     assert data["environment"]["cuDNN"].startswith("9.19")
     left, slow, judged = [], [], 0
