@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 
+from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import drawn, operations, program
-from benchmarks.models.kits import CudnnKit, PlainKit
+from benchmarks.models.plain_kit import PlainKit
 from benchmarks.models.zoo import Model, models
 from benchmarks.records import renewed, write_records
 from benchmarks.xla_code import Compiler, Kernel, start
