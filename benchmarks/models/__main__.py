@@ -192,8 +192,8 @@ def markdown(data: dict[str, Any]) -> str:
         "PyTorch the most that it had in use. Temporary memory is what is left of it",
         "without weights, AdamW's moments and the batch. The share of the peak counts",
         "the operations of plain JAX's program as XLA counts them, attention as products",
-        "of all queries and keys. A model learns one batch by heart. Its losses over",
-        f"the first {data['steps']} steps agree within {_BOUND:.0%} of the first.",
+        "of all queries and keys. A model learns one batch by heart. Losses over the",
+        f"first {data['steps']} steps agree within {_BOUND:.0%} of the first loss.",
         "",
         "| model | batch | GPU | | contender | ms | ratio | range | compile s "
         "| tuning s | MiB | temporary | peak |",
