@@ -179,6 +179,23 @@ def test_pictures_show_what_the_data_say() -> None:
         assert pictures.with_gain(page.read_text()) == page.read_text(), advice
 
 
+def test_pictures_can_be_read_on_a_phone_and_in_the_dark() -> None:
+    root = DOCS / "pictures"
+    for file in root.glob("*.svg"):
+        style, _, drawn = file.read_text().partition("</style>")
+        assert "prefers-color-scheme: dark" in style, file
+        # All colours are variables, of which no two look alike.
+        assert not re.search(r"#[0-9a-f]{6}", drawn), file
+        for scheme in re.findall(r":root {(.*)}", style):
+            colours = re.findall(r"#\w+", scheme)
+            assert len(colours) == len(set(colours)) > 6, file
+        # A phone of 390 pixels gives a picture 358 of them.
+        box = re.search(r'viewBox="0 0 ([\d.]+) ', style)
+        assert box is not None
+        sizes = [float(x) for x in re.findall(r"font-size: ([\d.]+)px", drawn)]
+        assert min(sizes) * 358 / float(box[1]) > 10.5, file
+
+
 def test_every_extra_for_users_is_in_the_guide_to_installing() -> None:
     root = DOCS.parent
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
