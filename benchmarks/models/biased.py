@@ -289,9 +289,10 @@ def _noise(size: _Diffusion) -> Callable[[np.random.Generator], _Batch]:
 # --- all ------------------------------------------------------------------------------
 
 
-def _unet(name: str, size: _Diffusion) -> Model:
+def _unet(name: str, size: _Diffusion, about: str) -> Model:
     return Model(
         name=name,
+        about=about,
         size=f"{size.batch} x {size.side} x {size.side}",
         batch=_noise(size),
         output=functools.partial(_diffusion, size=size),
@@ -321,6 +322,7 @@ def biased(*, small: bool = False) -> list[Model]:
     return [
         Model(
             name="T5-like",
+            about="6 + 6 blocks of width 768, a learned bias of relative positions",
             size=f"{t5.batch} x {t5.context}",
             batch=_pairs_of_text(t5),
             output=functools.partial(_t5, size=t5),
@@ -329,6 +331,7 @@ def biased(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="Swin-like",
+            about="the sizes of Swin-T, windows of 7 x 7 with a learned bias",
             size=f"{swin.batch} x {swin.side} x {swin.side}",
             batch=_pictures(swin),
             output=functools.partial(_swin, size=swin),
@@ -343,13 +346,15 @@ def whole_unet(*, small: bool = False) -> Model:
     size = _Diffusion(
         side=64, batch=4, widths=(320, 640, 1280, 1280), heads=8, words=77, text=768
     )
-    return _unet("SD-1.5-like U-Net", _small_unet if small else size)
+    about = "the U-Net of Stable Diffusion 1.5"
+    return _unet("SD-1.5-like U-Net", _small_unet if small else size, about)
 
 
 def diffusion(*, small: bool = False) -> Model:
     """Return the two outer levels of the U-Net, where most of its time goes."""
     size = _Diffusion(side=64, batch=8, widths=(320, 640), heads=8, words=77, text=768)
-    return _unet("diffusion U-Net", _small_unet if small else size)
+    about = "the two outer levels of Stable Diffusion 1.5's U-Net, widths 320 and 640"
+    return _unet("diffusion U-Net", _small_unet if small else size, about)
 
 
 _small_unet = _Diffusion(

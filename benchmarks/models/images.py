@@ -189,6 +189,8 @@ def pictures(*, small: bool = False) -> list[Model]:
     return [
         Model(
             name="DiT-XL/2 blocks",
+            about="8 blocks of width 1152 with 16 heads of 72, adaptive layer norm "
+            "and gates",
             size=dit.told,
             batch=_noise(dit),
             output=functools.partial(_dit, size=dit),
@@ -197,6 +199,7 @@ def pictures(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="EfficientNet-B0",
+            about="depthwise convolutions, batch norm, squeeze and excitation",
             size=efficientnet.told,
             batch=_labelled(efficientnet),
             output=functools.partial(_efficientnet, size=efficientnet),
@@ -205,6 +208,7 @@ def pictures(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="MLP-Mixer-B/16",
+            about="12 blocks of width 768, MLPs over 196 patches and over channels",
             size=mixer.told,
             batch=_labelled(mixer),
             output=functools.partial(_mixer, size=mixer),
@@ -213,6 +217,8 @@ def pictures(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="per-example gradients",
+            about="a CNN of six convolutions with group norms, each example's "
+            "gradient clipped",
             size=cnn.told,
             batch=_labelled(cnn),
             output=functools.partial(_small_cnn, size=cnn),

@@ -146,6 +146,8 @@ def sounds(*, small: bool = False) -> list[Model]:
     return [
         Model(
             name="Whisper-like",
+            about="6 + 6 blocks of width 768 after two convolutions, attention to "
+            "1500 frames",
             size=f"{whisper.batch} x {whisper.frames}",
             batch=_speech(whisper),
             output=functools.partial(_whisper, size=whisper),
@@ -154,6 +156,7 @@ def sounds(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="WaveNet",
+            about="20 dilated causal convolutions of width 128, gated",
             size=f"{wavenet.batch} x {wavenet.samples}",
             batch=_waves(wavenet),
             output=functools.partial(_wavenet, size=wavenet),

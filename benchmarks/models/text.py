@@ -161,6 +161,7 @@ def texts(*, small: bool = False) -> list[Model]:
     return [
         Model(
             name="BERT-base",
+            about="12 blocks of width 768, norms after residuals, padding by lengths",
             size=bert.told,
             batch=_masked_text(bert),
             output=functools.partial(_bert, size=bert),
@@ -169,6 +170,8 @@ def texts(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="Gemma-2-like",
+            about="4 blocks of width 2304 with 8 query and 4 key heads of 256, "
+            "scores capped by tanh, half of them with a window of 4096",
             size=gemma.told,
             batch=_next_words(gemma),
             output=functools.partial(_gemma, size=gemma),
@@ -177,6 +180,8 @@ def texts(*, small: bool = False) -> list[Model]:
         ),
         Model(
             name="Mixtral-like",
+            about="2 blocks of width 2048, in which 2 of 8 experts of 2048 x 5632 "
+            "take each token",
             size=mixtral.told,
             batch=_next_words(mixtral),
             output=functools.partial(_mixtral, size=mixtral),

@@ -111,7 +111,8 @@ class Model:
     as a second result. AdamW trains at the ``rate``. With ``clips_examples``, each
     example's gradient is clipped to a norm of 1 before their mean is taken, as in
     differentially private training. One that is ``untuned_only`` is not written for
-    PyTorch, and is neither tuned nor inferred.
+    PyTorch, and is neither tuned nor inferred. What it is ``about`` is said on the page
+    where the name does not say it.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Model:
     rate: float = 1e-4
     clips_examples: bool = False
     untuned_only: bool = False
+    about: str = ""
 
     @property
     def trains(self) -> bool:
