@@ -96,13 +96,14 @@ class _Wave:
 def _wavenet(kit: Any, w: Weights, batch: dict[str, Any], size: _Wave) -> Any:
     c, skipped = size.width, size.skipped
     x = kit.embed(w.table(size.levels, c), batch["samples"])
-    total: Any = 0
+    total: Any = None
     for dilation in size.dilations * size.stacks:
         y = kit.conv(
             x, w.filters(2, c, 2 * c), w.zeros(2 * c), dilation=dilation, is_causal=True
         )
         y = kit.gates(y)
-        total = total + kit.dense(y, w.product(c, skipped), w.zeros(skipped))
+        weights = w.product(c, skipped), w.zeros(skipped)
+        total = kit.dense(y, *weights, residual=total)
         x = kit.dense(y, w.product(c, c), w.zeros(c), residual=x)
     y = kit.relu(total)
     y = kit.dense(y, w.product(skipped, skipped), w.zeros(skipped), "relu")
