@@ -76,8 +76,8 @@ def _clipped(loss: Any, arrays: Any, batch: Any) -> tuple[jax.Array, Any]:
     """Return the mean loss, and the mean of gradients that have a norm of 1 at most."""
     examples = jax.tree.map(lambda x: x[:, None], batch)  # each a batch of one
     losses, gradients = jax.vmap(jax.value_and_grad(loss), (None, 0))(arrays, examples)
-    norms = jax.vmap(optax.global_norm)(gradients)
-    scales = 1 / (jnp.maximum(norms, 1) * len(losses))
+    squares = [jax.vmap(lambda x: jnp.vdot(x, x))(x) for x in gradients]
+    scales = jax.lax.rsqrt(jnp.maximum(sum(squares), 1)) / len(losses)
     mean = jax.tree.map(lambda x: jnp.tensordot(scales, x, 1), gradients)
     return jnp.mean(losses), mean
 
