@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.models.biased import slow_to_compile
+from benchmarks.models.biased import biased, whole_unet
+from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import program
-from benchmarks.models.kits import CudnnKit, PlainKit
+from benchmarks.models.plain_kit import PlainKit
 from benchmarks.models.zoo import Model, Shape, Weights, models
 from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, last_run_text
@@ -43,7 +44,7 @@ _LONGEST_S = 200
 
 
 def _models(*, small: bool) -> list[Model]:
-    every = [*models(small=small), *slow_to_compile(small=small)]
+    every = [*models(small=small), *biased(small=small), whole_unet(small=small)]
     return [model for model in every if model.trains]
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 
+from benchmarks.models.cudnn_kit import CudnnKit
+from benchmarks.models.every import every
 from benchmarks.models.jax_steps import drawn, operations, program
-from benchmarks.models.kits import CudnnKit, PlainKit
-from benchmarks.models.zoo import Model, models
+from benchmarks.models.plain_kit import PlainKit
+from benchmarks.models.zoo import Model
 from benchmarks.records import renewed, write_records
 from benchmarks.xla_code import Compiler, Kernel, start
 
@@ -101,9 +103,9 @@ def main() -> None:
     file = options.out / _DATA
     if file.exists():
         data["rows"] = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    every = [model for model in models(small=False) if model.trains]
-    order = [model.name for model in every]
-    for model in every:
+    trained = [model for model in every() if model.trains]
+    order = [model.name for model in trained]
+    for model in trained:
         if not re.search(options.only, model.name):
             continue
         print(model.name, flush=True)

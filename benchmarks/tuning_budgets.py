@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
+from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import drawn, program
-from benchmarks.models.kits import CudnnKit
 from benchmarks.models.zoo import models
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark

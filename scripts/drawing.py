@@ -46,6 +46,8 @@ _STYLES = {
     "torch cudnn": ("purple", "^"),
     "torch flash": ("pink", "v"),
     "jax.nn xla": ("grey", "X"),
+    "time": ("green", "o"),
+    "memory": ("purple", "^"),
 }
 
 
@@ -101,7 +103,10 @@ def _with_schemes(svg: str) -> str:
 
 def _draw_panels(figure: Any, shown: "Sequence[Panel]") -> None:
     heights = [
-        sum(_LABEL + _LANE * len(dots) + _GAP for _, dots in panel.rows)
+        sum(
+            _LABEL + _LANE * (1 if panel.is_one_lane else len(dots)) + _GAP
+            for _, dots in panel.rows
+        )
         for panel in shown
     ]
     used = dict.fromkeys(
@@ -134,7 +139,7 @@ def _in_legend(axis: Any, name: str) -> Any:
 
 
 def _draw_panel(axis: Any, panel: "Panel", height: float) -> None:
-    ticks = [0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5]
+    ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5]
     axis.set_xscale("log")
     axis.set_xlim(panel.smallest, panel.largest)
     axis.set_xticks([x for x in ticks if panel.smallest <= x <= panel.largest])
@@ -146,7 +151,7 @@ def _draw_panel(axis: Any, panel: "Panel", height: float) -> None:
     axis.grid(axis="x", zorder=0)
     axis.axvline(1, color=_LIGHT["ink"], linewidth=1.2, zorder=1)
     axis.set_title(panel.title)
-    axis.set_xlabel(f"{panel.axis} (lower is faster)")
+    axis.set_xlabel(f"{panel.axis} (lower is better)")
     place = 0.0
     for name, dots in panel.rows:
         # Over the line at 1 and the grid, which would cross the letters.
@@ -158,8 +163,8 @@ def _draw_panel(axis: Any, panel: "Panel", height: float) -> None:
         place += _LABEL
         for contender in (name for name in _STYLES if name in dots):
             _draw_lane(axis, place + _LANE / 2, contender, dots[contender], panel)
-            place += _LANE
-        place += _GAP
+            place += 0 if panel.is_one_lane else _LANE
+        place += _GAP + (_LANE if panel.is_one_lane else 0)
 
 
 def _draw_lane(

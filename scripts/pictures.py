@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of README.md and docs/, from the benchmarks' data and the masks.
 
-It also writes the sentence between the marks `gain` of README.md and docs/index.md.
+It also writes what stands between the marks `gain` of README.md and docs/index.md.
 
 Run from the repository's root: `python -m scripts.pictures`. It needs matplotlib and no
 GPU. Each picture carries a digest of what it shows, so a test sees when one is old.
@@ -27,6 +27,8 @@ CONTENDERS = {
     "torch cudnn": "PyTorch, cuDNN",
     "torch flash": "PyTorch, flash",
     "jax.nn xla": "jax.nn, XLA",
+    "time": "time of a training step",
+    "memory": "memory that it needs",
 }
 
 
@@ -50,6 +52,14 @@ class Panel(NamedTuple):
     rows: list[Row]
     smallest: float
     largest: float  # ratios beyond are written at the edge
+    is_one_lane: bool = False  # whether the dots of a row share one line
+
+
+def _whole(title: str, axis: str, rows: list[Row], **more: bool) -> Panel:
+    """Return a panel of whole models, as wide as the lowest ratio asks for."""
+    lows = [dot.low for _, row in rows for dots in row.values() for dot in dots]
+    smallest = max(x for x in (0.1, 0.2, 0.3, 0.4, 0.5) if x <= min(lows))
+    return Panel(title, axis, rows, smallest, 1.5, **more)
 
 
 # --- data -----------------------------------------------------------------------------
@@ -154,31 +164,96 @@ def _without(rows: Iterable[Row], *contenders: str) -> list[Row]:
     ]
 
 
+# --- what whole models gain -----------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """An untuned training step: its time and its memory, relative to plain JAX's."""
+
+    name: str
+    gpu: str
+    time: Dot
+    memory: Dot
+
+
+def steps() -> list[Step]:
+    """Return the training steps of the whole models, those that gain most first.
+
+    Of two plain programs, the faster one is what they are compared with.
+    """
+    data = _read("models")
+    trained = [row for row in data["rows"] if row["what"] == "train"]
+    plain = {
+        row["model"]: row
+        for row in sorted(trained, key=lambda row: -row["ms"])
+        if row["contender"].startswith("plain JAX")
+    }
+    found = []
+    for row in trained:
+        if row["contender"] == "untuned":
+            memory = round(row["mib"] / plain[row["model"]]["mib"], 3)
+            dots = _dot(row), Dot(memory, memory, memory)
+            found.append(Step(row["model"], row["GPU"].split()[1], *dots))
+    return sorted(found, key=lambda step: step.time.median)
+
+
+def panels_of_steps() -> list[Panel]:
+    """Return the panel of time and memory of the training steps."""
+    rows: list[Row] = [
+        (step.name, {"time": [step.time], "memory": [step.memory]}) for step in steps()
+    ]
+    title, axis = "Untuned training steps", "jax_cudnn / plain JAX"
+    return [_whole(title, axis, rows, is_one_lane=True)]
+
+
+def _compared(ratio: float, what: str) -> str:
+    percent = round(100 * (ratio - 1))
+    if 45 <= percent + 100 <= 55:
+        return f"half of the {what}"
+    if not percent:
+        return f"the same {what}"
+    return f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]][len(parts) == 1 :])
+
+
 def gain() -> str:
-    """Return in a sentence what a user gains, as the data say it."""
-    pairs = [
-        [row["jax_cudnn"][0].median for _, row in attention(e)]
-        for e in (" fwd", " fwd+bwd")
+    """Return what users gain in whole models, as the data say it."""
+    found = steps()
+    gpus = " and ".join(f"{gpu}s" for gpu in sorted({step.gpu for step in found}))
+    faster = [step for step in found if round(step.time.median, 2) <= 0.95]
+    smaller = [step for step in found if round(step.memory.median, 2) <= 0.95]
+    losses = [
+        f"{step.name} {verb} {_compared(ratio, what)}"
+        for what, verb in (("time", "takes"), ("memory", "needs"))
+        for step in found
+        if round(ratio := getattr(step, what).median, 2) > 1
     ]
-    ours = [ratio for pair in pairs for ratio in pair]
-    silu = [
-        row["jax_cudnn"][0].median
-        for name, row in fusion(["conv"], "fwd")
-        if name.endswith("+bias+silu")
+    lines = [
+        "Training steps with jax_cudnn, untuned, compared with plain JAX and its own "
+        f"cuDNN attention, on {gpus}:",
+        "",
     ]
-    steps = {name: row["jax_cudnn"][0].median for name, row in models("train")}
-    return (
-        f"On an H200, attention takes {min(ours):.2f} to {max(ours):.2f} of the time "
-        "of `jax.nn` with cuDNN. After `plans.autotune`, a convolution with bias and "
-        f"SiLU takes {min(silu):.2f} to {max(silu):.2f} of XLA's time. Training steps "
-        f"of {len(steps)} whole models take {min(steps.values()):.2f} to "
-        f"{max(steps.values()):.2f} of plain JAX's, on H100s for most, and that of "
-        f"GPT-2 small {steps['GPT-2 small']:.2f}."
+    lines += [
+        f"- {step.name}: {_compared(step.time.median, 'time')} and "
+        f"{_compared(step.memory.median, 'memory')}"
+        for step in faster[:5]
+    ]
+    takes = "takes" if len(faster) == 1 else "take"
+    needs = "needs" if len(smaller) == 1 else "need"
+    counted = (
+        f"Of {len(found)} models, {len(faster)} {takes} at least 5 % less time, and "
+        f"{len(smaller)} {needs} at least 5 % less memory."
     )
+    if losses:
+        counted += f" But {_listed(losses)}."
+    return "\n".join([*lines, "", counted])
 
 
 def with_gain(text: str) -> str:
-    """Return the text of a page with the sentence between its marks."""
+    """Return the text of a page with what is gained between its marks."""
     first, second = "<!-- gain -->", "<!-- /gain -->"
     before, _, rest = text.partition(first)
     return f"{before}{first}\n{gain()}\n{second}{rest.partition(second)[2]}"
@@ -197,6 +272,7 @@ def panels() -> dict[str, list[Panel]]:
 
     networks = {"ResNet-50": "resnet50", "ConvNeXt-T": "convnext"}
     return {
+        "steps": panels_of_steps(),
         "speed": [
             Panel(
                 "Attention, forward and gradients",
@@ -214,8 +290,8 @@ def panels() -> dict[str, list[Panel]]:
             ),
         ],
         "models": [
-            Panel("Training", "time / plain JAX", models("train"), 0.5, 1.5),
-            Panel("Inference", "time / plain JAX", models("infer"), 0.5, 1.5),
+            _whole("Training", "time / plain JAX", models("train")),
+            _whole("Inference", "time / plain JAX", models("infer")),
         ],
         "attention": [
             Panel(f"Attention, {word}", to_jax, attentions(key), 0.8, 2)
@@ -319,10 +395,8 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 
 
 def main() -> None:
-    """Write all pictures, and the sentence of the pages."""
-    from scripts import (
-        drawing,
-    )  # which needs matplotlib, and a test of the data does not
+    """Write all pictures, and what the pages say of them."""
+    from scripts import drawing  # needs matplotlib, which a test of the data does not
 
     for page in PAGES:
         page.write_text(with_gain(page.read_text("utf-8")), "utf-8")

@@ -241,6 +241,49 @@ def test_pictures_show_what_the_data_say() -> None:
         assert pictures.with_gain(page.read_text()) == page.read_text(), advice
 
 
+def test_what_models_gain_is_told_by_the_faster_plain_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pictures = load_script("pictures")
+
+    def row(
+        model: str,
+        contender: str,
+        ms: float,
+        mib: int,
+        ratio: float,
+        what: str = "train",
+    ) -> dict[str, object]:
+        bounds = {"ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01}
+        about = {"model": model, "what": what, "contender": contender}
+        return {**about, "ms": ms, "mib": mib, "GPU": "NVIDIA H200", **bounds}
+
+    rows = [
+        row("even", "plain JAX", 1.0, 100, 1.0),
+        row("even", "untuned", 1.0, 100, 1.004),
+        row("experts", "plain JAX", 9.0, 70, 1.8),
+        row("experts", "plain JAX, all experts", 5.0, 90, 1.0),
+        row("experts", "untuned", 4.0, 45, 0.8),
+        row("experts", "tuned", 2.0, 45, 0.4),
+        row("experts", "untuned", 1.0, 1, 0.1, "infer"),
+        row("worse", "plain JAX", 1.0, 100, 1.0),
+        row("worse", "untuned", 1.2, 130, 1.2),
+        row("wide", "plain JAX", 1.0, 100, 1.0),
+        row("wide", "untuned", 1.1, 100, 1.1),
+    ]
+    monkeypatch.setattr(pictures, "_read", {"models": {"rows": rows}}.__getitem__)
+    told = pictures.gain()
+    assert "cuDNN attention, on H200s:\n\n- experts: 20 % less time and half of" in told
+    assert told.count("\n- ") == 1
+    assert told.endswith(
+        "Of 4 models, 1 takes at least 5 % less time, and 1 needs at least 5 % less "
+        "memory. But wide takes 10 % more time, worse takes 20 % more time and worse "
+        "needs 30 % more memory."
+    )
+    (panel,) = pictures.panels_of_steps()
+    assert [name for name, _ in panel.rows] == ["experts", "even", "wide", "worse"]
+
+
 def test_pictures_can_be_read_on_a_phone_and_in_the_dark() -> None:
     root = DOCS / "pictures"
     for file in root.glob("*.svg"):
