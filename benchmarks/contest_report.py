@@ -2,8 +2,11 @@
 """Runs cells of contest.py, and writes what they take and which goals they meet."""
 
 import argparse
+import fcntl
 import gc
+import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,11 +53,22 @@ def parser(about: str) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     made.add_argument("--only", default="", help="a regular expression of cells; the "
                       "others in the file are kept")  # fmt: skip
+    made.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="one "
+                      "of N parts of the cells, 0 the first; a process for each may "
+                      "write to the same folder")  # fmt: skip
     made.add_argument("--list", action="store_true", help="print the cells' names")
     made.add_argument("--no-tuning", action="store_true")
     made.add_argument("--no-torch", action="store_true")
     made.add_argument("--small", action="store_true", help="try the script on a CPU")
     return made
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return which part of how many, from "0/4"."""
+    part, _, count = text.partition("/")
+    if not 0 <= int(part) < int(count):
+        raise ValueError(text)
+    return int(part), int(count)
 
 
 def run(
@@ -68,7 +82,9 @@ def run(
 
     Exits with an error if a contender of ours failed or was wrong.
     """
+    part, count = options.part
     wanted = [cell for cell in cells if re.search(options.only, cell.name)]
+    wanted = wanted[part::count]
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
@@ -76,10 +92,8 @@ def run(
     untuned = shipped()
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
-    data: dict[str, Any] = {
-        "environment": versions,
-        "rows": _kept(report, cells, options),
-    }
+    if not options.only and count == 1:
+        (options.out / f"{report.name}.json").unlink(missing_ok=True)
     start = time.monotonic()
     failed: list[str] = []
     for cell in wanted:
@@ -87,10 +101,8 @@ def run(
         measured = on_this_gpu(_measured(cell, settings, untuned), versions)
         failed += [_failure(row) for row in measured if _is_our_failure(row)]
         _show(measured)
-        _put(data["rows"], measured, cells)
         # Each time, so that a run that is cut off leaves what it measured.
-        write_records(options.out / f"{report.name}.json", data)
-        (options.out / f"{report.name}.md").write_text(markdown(report, data))
+        _write(report, options.out, versions, measured, cells)
         gc.collect()
         if settings.with_torch:
             torch_side.forget_compiled()
@@ -154,20 +166,31 @@ def _key(row: dict[str, Any]) -> tuple[str, str]:
     return row.get("operation", ""), row.get("size", "")
 
 
-def _kept(report: Report, cells: Sequence[Cell], options: argparse.Namespace) -> Rows:
-    """Return the rows of the file that is there, where only some cells are measured."""
-    if not options.only:
-        return []
-    known = {(cell.operation, cell.size) for cell in cells}
-    kept = kept_rows(options.out / f"{report.name}.json")
-    return [row for row in kept if _key(row) in known]
+def _write(
+    report: Report,
+    folder: Path,
+    versions: dict[str, str],
+    measured: Rows,
+    cells: Sequence[Cell],
+) -> None:
+    """Replace the rows of a cell, in the order of the cells, and write the page.
 
-
-def _put(rows: Rows, measured: Rows, cells: Sequence[Cell]) -> None:
-    """Replace the rows of a cell, in the order of the cells."""
+    The folder is locked, since other processes may do the same meanwhile.
+    """
+    file = folder / f"{report.name}.json"
     order = [(cell.operation, cell.size) for cell in cells]
-    others = [row for row in rows if _key(row) != _key(measured[0])]
-    rows[:] = sorted(others + measured, key=lambda row: order.index(_key(row)))
+    new = _key(measured[0])
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = [row for row in kept_rows(file) if _key(row) in order]
+        rows = [*(row for row in known if _key(row) != new), *measured]
+        rows.sort(key=lambda row: order.index(_key(row)))
+        data = {"environment": versions, "rows": rows}
+        write_records(file, data)
+        (folder / f"{report.name}.md").write_text(markdown(report, data))
+    finally:
+        os.close(lock)
 
 
 # --- the page -------------------------------------------------------------------------
@@ -224,6 +247,9 @@ def _summary(rows: Rows) -> Iterator[str]:
         own = [row for row in judged if row["contender"] == name]
         missed = [row for row in own if not verdict(row).endswith(" met")]
         told = f"- `{name}` meets {len(own) - len(missed)} of {len(own)} goals."
+        if ratios := [row["ratio"] for row in own if "ratio" in row]:
+            mean = statistics.geometric_mean(ratios)
+            told += f" The geometric mean of its ratios is {mean:.2f}."
         if missed:
             names = "; ".join(f"{_place(row)} {_short(row)}" for row in missed)
             told += f" Missed: {names}."
