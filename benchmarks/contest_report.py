@@ -2,9 +2,7 @@
 """Runs cells of contest.py, and writes what they take and which goals they meet."""
 
 import argparse
-import fcntl
 import gc
-import os
 import re
 import statistics
 import sys
@@ -26,7 +24,15 @@ from benchmarks.contest import (
     measure,
     reason,
 )
-from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.records import (
+    add_part,
+    gpu_of,
+    kept_rows,
+    locked,
+    on_this_gpu,
+    part_of,
+    write_records,
+)
 from benchmarks.report import environment, last_run_text
 from benchmarks.tokamax_side import tokamax
 from benchmarks.torch_side import torch
@@ -53,22 +59,12 @@ def parser(about: str) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     made.add_argument("--only", default="", help="a regular expression of cells; the "
                       "others in the file are kept")  # fmt: skip
-    made.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="one "
-                      "of N parts of the cells, 0 the first; a process for each may "
-                      "write to the same folder")  # fmt: skip
+    add_part(made)
     made.add_argument("--list", action="store_true", help="print the cells' names")
     made.add_argument("--no-tuning", action="store_true")
     made.add_argument("--no-torch", action="store_true")
     made.add_argument("--small", action="store_true", help="try the script on a CPU")
     return made
-
-
-def _part(text: str) -> tuple[int, int]:
-    """Return which part of how many, from "0/4"."""
-    part, _, count = text.partition("/")
-    if not 0 <= int(part) < int(count):
-        raise ValueError(text)
-    return int(part), int(count)
 
 
 def run(
@@ -82,9 +78,8 @@ def run(
 
     Exits with an error if a contender of ours failed or was wrong.
     """
-    part, count = options.part
     wanted = [cell for cell in cells if re.search(options.only, cell.name)]
-    wanted = wanted[part::count]
+    wanted = part_of(wanted, options)
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
@@ -92,7 +87,7 @@ def run(
     untuned = shipped()
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
-    if not options.only and count == 1:
+    if len(wanted) == len(cells):
         (options.out / f"{report.name}.json").unlink(missing_ok=True)
     start = time.monotonic()
     failed: list[str] = []
@@ -180,17 +175,13 @@ def _write(
     file = folder / f"{report.name}.json"
     order = [(cell.operation, cell.size) for cell in cells]
     new = _key(measured[0])
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder):
         known = [row for row in kept_rows(file) if _key(row) in order]
         rows = [*(row for row in known if _key(row) != new), *measured]
         rows.sort(key=lambda row: order.index(_key(row)))
         data = {"environment": versions, "rows": rows}
         write_records(file, data)
         (folder / f"{report.name}.md").write_text(markdown(report, data))
-    finally:
-        os.close(lock)
 
 
 # --- the page -------------------------------------------------------------------------

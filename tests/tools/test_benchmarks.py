@@ -335,8 +335,7 @@ def test_rows_that_are_kept_say_their_driver_too(
             lambda small: ["a", "b"],
             lambda cases: ({"case": each, "us": {"us": us}} for each in cases),
             lambda found: "page",
-            data="data.json",
-            page="page.md",
+            name="data",
         )
         return json.loads((tmp_path / "data.json").read_text())
 
@@ -348,6 +347,12 @@ def test_rows_that_are_kept_say_their_driver_too(
     assert run(4, driver="600")["environment"]["driver"] == "600"
     with pytest.raises(SystemExit, match=r"measured with cuDNN 9, and this is 10\."):
         run(5, "--only", "b", cuDNN="10")
+    assert len(run(6, "--part", "1/2")["rows"]) == 2
+    (tmp_path / "data.json").unlink()
+    assert [row["case"] for row in run(7, "--part", "1/2")["rows"]] == ["b"]
+    assert [row["case"] for row in run(8, "--part", "0/2")["rows"]] == ["b", "a"]
+    run(9, "--name", "newer", cuDNN="10")
+    assert (tmp_path / "newer.md").read_text() == "page"
 
 
 def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
