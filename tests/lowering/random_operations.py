@@ -15,7 +15,7 @@ from tests.fusing.random_programs import draw_program
 from tests.lowering.operation_problems import Problem
 from tests.norms.random_norms import draw_norm
 from tests.pooling.random_pools import draw_pool
-from tests.products.shared.random_convs import draw_conv
+from tests.products.shared.random_gated_convs import draw_conv
 from tests.products.shared.random_ragged_dots import draw_ragged_dot
 
 Family = Literal["norms", "pooling", "ragged_dot", "fuse", "convolutions"]
