@@ -24,7 +24,7 @@ from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from benchmarks.timing import Contender, compare
 
-_DATA, _PAGE = "causal_conv1d.json", "causal_conv1d.md"
+_NAME = "causal_conv1d"
 _BYTES_PER_US = 3.0e6
 # Arrays of x's size: x and y; and again x, with the cotangent and x's gradient.
 _ARRAYS = {"forward": 2, "with gradients": 5}
@@ -228,7 +228,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from jax_cudnn.tuning.stopwatch import (
 )
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "conv_chains.json", "conv_chains.md"
+_NAME = "conv_chains"
 _PLANS = 12
 _CHANNELS_LAST = [0, 2, 3, 1]
 
@@ -248,7 +248,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, chains, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, chains, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from jax_cudnn.plans import PlanOptions, autotune
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "cublaslt.json", "cublaslt.md"
+_NAME = "cublaslt"
 _NAMES = ("auto", "fastest", "cudnn", "xla", "product")
 _BYTES_PER_US = 3.0e6  # of an H100's memory; a copy of two large arrays takes so long
 _OTHERS = PlanOptions(denied_engines=(CUBLASLT_ENGINE,))
@@ -331,4 +331,4 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)

@@ -30,7 +30,7 @@ from jax_cudnn.policy import ranked
 from jax_cudnn.tuning.stopwatch import OperandSets, PlanStopwatch
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "epilogues.json", "epilogues.md"
+_NAME = "epilogues"
 _PLANS = 5
 _MODES = (
     *("identity", "relu", "relu6", "leaky_relu", "elu", "silu", "gelu_tanh"),
@@ -201,7 +201,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the tables."""
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from jax_cudnn import f8
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "f8_dense.json", "f8_dense.md"
+_NAME = "f8_dense"
 _NAMES = ("bf16", "bf16 products", "f8 products", "current", "delayed")
 _E4, _E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _RECIPE = f8.Delayed()
@@ -212,4 +212,4 @@ def _line(name: str, us: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)

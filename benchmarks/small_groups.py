@@ -23,7 +23,7 @@ from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.config import Implementation
 
-_DATA, _PAGE = "small_groups.json", "small_groups.md"
+_NAME = "small_groups"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write what there is after every row."""
-    run_benchmark(__doc__, _cases, _measured, _markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, _cases, _measured, _markdown, name=_NAME)
 
 
 if __name__ == "__main__":

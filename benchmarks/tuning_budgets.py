@@ -28,7 +28,7 @@ from benchmarks.row_by_row import run_benchmark
 from jax_cudnn import choices, plans
 from jax_cudnn.tuning.in_context import ProgramTimes
 
-_DATA, _PAGE = "tuning_budgets.json", "tuning_budgets.md"
+_NAME = "tuning_budgets"
 _BUDGETS = {
     "GPT-2 small": (20.0, 45.0, math.inf),
     "ConvNeXt-T": (45.0, 90.0, math.inf),
@@ -134,7 +134,7 @@ def main() -> None:
     """Measure, and write the page; or tune one model, for that."""
     if "--tune" not in sys.argv:
         os.environ[_ALLOCATION] = "false"  # The memory is for the other processes.
-        run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+        run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--tune", nargs=2)

@@ -30,7 +30,7 @@ from jax_cudnn.policy.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "xla_forms.json", "xla_forms.md"
+_NAME = "xla_forms"
 _LOSS = "of a loss"
 _OURS = "jax_cudnn"
 _Run = Callable[..., Any]
@@ -216,7 +216,7 @@ def _place(row: Mapping[str, Any], what: str) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, workloads, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, workloads, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,18 @@ def test_compile_times_are_told_of_each_model(tmp_path: Path) -> None:
             ("max pool 3x3/2", "2 x 12 x 12 x 8"),
             {"xla", "untuned"},
         ),
+        (
+            "conv_reports",
+            (
+                "jax 29875, dilated 1-D convolutions; sizes of ours",
+                "2 x 12 x 6, to 6, window 3, dilation 2, float32",
+            ),
+            (
+                "jax 23713, a depthwise convolution of Flax",
+                "1 x 12 x 12 x 4, to 4, window 3, 4 groups, float32",
+            ),
+            {"xla", "xla, channels first", "untuned"},
+        ),
     ],
 )
 def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
@@ -227,6 +239,29 @@ def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
     page = (tmp_path / f"{name}.md").read_text()
     assert all(f"| {' | '.join(each)} |" in page for each in (cell, other))
     assert "of an older script" not in page
+
+
+def test_parts_have_all_cells_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks import contest_report, conv_report_cells
+
+    cells = conv_report_cells.cells(small=True)
+    report = contest_report.Report(
+        name="reports", command="", title="", comment="", about=()
+    )
+    found: list[str] = []
+    for part in ("0/3", "1/3", "2/3"):
+        options = contest_report.parser("Parts.").parse_args(["--list", "--part", part])
+        contest_report.run(report, cells, options)
+        listed = capsys.readouterr().out.splitlines()
+        assert listed == [cell.name for cell in cells[int(part[0]) :: 3]]
+        found += listed
+    assert sorted(found) == sorted({cell.name for cell in cells})
+    with pytest.raises(SystemExit):
+        contest_report.parser("Parts.").parse_args(["--part", "3/3"])
+    assert "argument --part: invalid _part value: '3/3'" in capsys.readouterr().err
 
 
 def test_a_contender_that_fails_has_its_reason_and_others_go_on(
@@ -372,8 +407,7 @@ def test_rows_that_are_kept_say_their_driver_too(
             lambda small: ["a", "b"],
             lambda cases: ({"case": each, "us": {"us": us}} for each in cases),
             lambda found: "page",
-            data="data.json",
-            page="page.md",
+            name="data",
         )
         return json.loads((tmp_path / "data.json").read_text())
 
@@ -385,6 +419,12 @@ def test_rows_that_are_kept_say_their_driver_too(
     assert run(4, driver="600")["environment"]["driver"] == "600"
     with pytest.raises(SystemExit, match=r"measured with cuDNN 9, and this is 10\."):
         run(5, "--only", "b", cuDNN="10")
+    assert len(run(6, "--part", "1/2")["rows"]) == 2
+    (tmp_path / "data.json").unlink()
+    assert [row["case"] for row in run(7, "--part", "1/2")["rows"]] == ["b"]
+    assert [row["case"] for row in run(8, "--part", "0/2")["rows"]] == ["b", "a"]
+    run(9, "--name", "newer", cuDNN="10")
+    assert (tmp_path / "newer.md").read_text() == "page"
 
 
 def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
