@@ -17,13 +17,20 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def run(
-    program: Path, *arguments: str, environment: Mapping[str, str], text: str = ""
+    program: Path | str,
+    *arguments: str,
+    environment: Mapping[str, str],
+    text: str = "",
+    warnings_are: Literal["error", "default"] = "error",
 ) -> subprocess.CompletedProcess[str]:
-    """Run a file as `python -W error FILE ARGUMENTS` does, with a text as its input."""
+    """Run a file, or a module by its name, with arguments and a text as its input.
+
+    Modules of the tests and benchmarks are found after all that is installed.
+    """
     of_jax = {
         name: value
         for name, value in environment.items()
@@ -37,6 +44,8 @@ def run(
         given.write_text(text, encoding="utf-8")
         request = {
             "command": [str(program), *arguments],
+            "is_module": isinstance(program, str),
+            "warnings_are": warnings_are,
             "environment": dict(environment),
             "streams": [str(each) for each in (given, *told)],
             "folder": str(Path.cwd()),
@@ -74,8 +83,8 @@ def _serve() -> dict[str, Any] | None:
     return None
 
 
-def _become(request: dict[str, Any]) -> str:
-    """Make this process that of a request; return the file that it is to run."""
+def _become(request: dict[str, Any]) -> None:
+    """Make this process that of a request."""
     os.environ.clear()
     os.environ.update(request["environment"])
     for number, path in enumerate(request["streams"]):
@@ -87,11 +96,16 @@ def _become(request: dict[str, Any]) -> str:
     )
     os.chdir(request["folder"])
     sys.argv = request["command"]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    if not request["is_module"]:
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    sys.path.append(str(Path(__file__).parents[2]))
     warnings.resetwarnings()
-    warnings.simplefilter("error")
-    return sys.argv[0]
+    warnings.simplefilter(request["warnings_are"])
 
 
 if __name__ == "__main__" and (_request := _serve()) is not None:
-    runpy.run_path(_become(_request), run_name="__main__")
+    _become(_request)
+    if _request["is_module"]:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

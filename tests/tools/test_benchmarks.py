@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.common import forked
+
 ROOT = Path(__file__).parents[2]
 _MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -29,16 +31,9 @@ pytestmark = pytest.mark.once
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Last on the path, so that the package is the installed one.
-    code = (
-        "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment
-    )
+    module, *flags = arguments
+    return forked.run(module, *flags, environment=environment, warnings_are="default")
 
 
 @pytest.mark.parametrize("name", _MODULES)
