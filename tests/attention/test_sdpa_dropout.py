@@ -95,7 +95,8 @@ def test_philox_gives_the_published_words(
     assert tuple(map(int, got)) == words
 
 
-_MASKS = json.loads(Path(__file__).with_name("dropout_masks.json").read_text())
+_FILE = Path(__file__).parent / "shared" / "dropout_masks.json"
+_MASKS = json.loads(_FILE.read_text())
 
 
 # Dumped on an H200 by cuDNN 9.19.0; cuDNN keeps one number more than its rate says.
