@@ -15,7 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from tests.common import forked
 
 ROOT = Path(__file__).parents[2]
 _MODULES = sorted(
@@ -28,16 +31,9 @@ pytestmark = pytest.mark.once
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Last on the path, so that the package is the installed one.
-    code = (
-        "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment
-    )
+    module, *flags = arguments
+    return forked.run(module, *flags, environment=environment, warnings_are="default")
 
 
 @pytest.mark.parametrize("name", _MODULES)
@@ -533,19 +529,36 @@ def test_layers_in_f8_are_timed(tmp_path: Path) -> None:
     assert re.search(r"times as\s+fast as in bf16", page)
 
 
-@pytest.mark.once
+def _losses_of_a_gpt(folder: Path, *flags: str) -> dict[tuple[int, bool], float]:
+    """Return the mean of the last losses by seed and by whether it trained in f8."""
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    done = _run(
+        "benchmarks.f8_training", "--size", "tiny", "--out", str(folder), *flags
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((folder / "f8_training.json").read_text())["rows"]
+    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
+    assert len(last) == len(rows)
+    return last
+
+
+def test_a_gpt_begins_to_learn_in_f8_as_without(tmp_path: Path) -> None:
+    last = _losses_of_a_gpt(tmp_path, "--steps", "40", "--seeds", "0")
+    assert last[0, False] < np.log(256) - 0.5
+    assert last[0, True] == pytest.approx(last[0, False], rel=0.02)
+    assert last[0, True] != last[0, False]
+    page = (tmp_path / "f8_training.md").read_text()
+    assert "Seed 0: f8 differs by " in page
+
+
+@pytest.mark.thorough
 def test_a_gpt_learns_in_f8_as_without(tmp_path: Path) -> None:
     """From two seeds, no worse by over 1 % in the mean of the last 100 steps.
 
     After so few steps a seed may be ahead by more, as two seeds without f8 are.
     """
-    for package in ("flax", "optax"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    flags = ("--size", "tiny", "--steps", "120", "--out", str(tmp_path))
-    done = _run("benchmarks.f8_training", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "f8_training.json").read_text())["rows"]
-    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
+    last = _losses_of_a_gpt(tmp_path, "--steps", "120")
     assert len(last) == 4
     for seed in (0, 1):
         assert -0.03 <= last[seed, True] / last[seed, False] - 1 <= 0.01
