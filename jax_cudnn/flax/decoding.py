@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.caches import kv_cache
 from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.arrays import farthest
 from jax_cudnn.ops.attention.visibility.bands import NO_BOUND, is_empty
 from jax_cudnn.ops.attention.visibility.masks import (
     Blocks,
@@ -28,7 +29,6 @@ from jax_cudnn.ops.attention.visibility.masks import (
     Window,
 )
 from jax_cudnn.ops.common.arguments import as_operand, clipped, describe, in_front
-from jax_cudnn.reference.attention.sequences import farthest
 
 
 class Cache(NamedTuple):
