@@ -129,13 +129,15 @@ def run(argv: list[str] | None = None) -> TrainState:
     """Train as the arguments say, and return the last state."""
     arguments = parse_arguments(argv)
     settings, layout = arguments.settings, arguments.layout
-    task = llama_task(settings, layout)
+    corpus = corpus_of(arguments.text, settings)
+    most = corpus.most_documents(settings.context) if settings.packed else None
+    task = llama_task(settings, layout, most)
     params = None
     if arguments.load_weights is not None:
         params = load_weights(arguments.load_weights, task)
     state = run_task(
         task,
-        corpus_of(arguments.text, settings),
+        corpus,
         arguments,
         name="Llama-2",
         model=f"{settings.heads} heads on {settings.key_heads} key heads",
