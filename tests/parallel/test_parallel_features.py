@@ -420,11 +420,6 @@ def test_causal_documents_in_striped_order_take_no_mask() -> None:
     assert f"bool[{B},1,{size},{size}]" not in text
 
 
-def test_gathered_keys_are_refused_in_striped_order() -> None:
-    with pytest.raises(ValueError, match=re.escape("order='striped' with method=")):
-        _spread(_operands(), "all_gather", "striped")
-
-
 # --- scores, sinks, dropout -----------------------------------------------------------
 
 _CAP = 0.8
