@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from language import processes
 from language.optimizer import make_optimizer
 from language.task import Task
 from language.text import Rows
@@ -136,7 +137,9 @@ class Trainer:
 
     def place(self, rows: Rows) -> Any:
         """Return a batch on the devices, a part of it on each."""
-        return jax.device_put(self._arrays_of(rows), self._rows)
+        return jax.tree.map(
+            lambda x: processes.placed(x, self._rows), self._arrays_of(rows)
+        )
 
     @functools.cached_property
     def _sums(self) -> Any:
