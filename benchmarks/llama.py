@@ -15,7 +15,6 @@ tries the script on devices of the CPU, where nothing is tuned; its times say no
 """
 
 import argparse
-import collections
 import os
 import re
 import shlex
@@ -29,8 +28,8 @@ import jax
 
 from benchmarks.records import Row, gpu_of, kept_rows, renewed, write_records
 from benchmarks.report import environment, last_run_text
-from benchmarks.several_gpus import sent
 from benchmarks.timing import Contender, alternate, summary
+from benchmarks.traffic import received, told_of
 from jax_cudnn import native, plans
 
 # The example's own modules, as it imports them itself.
@@ -45,7 +44,7 @@ from llama.task import llama_task
 _DATA, _PAGE = "llama.json", "llama.md"
 PLAIN = "plain JAX"
 # Rows for each GPU, as many as fit into 80 GB.
-_ROWS = {"tiny": 2, "1B": 8, "7B": 2}
+ROWS = {"tiny": 2, "1B": 8, "7B": 2}
 # What names a row of the table.
 _NAMES = ("size", "GPU", "mesh", "rows", "remat", "unroll", "contender")
 # Losses of contenders differ by rounding only, over the steps that are compared.
@@ -107,8 +106,7 @@ class Program:
         self.compile_s = time.monotonic() - start
         memory = self.step.memory_analysis()
         self.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        kinds = (each.split()[0] for each in sent(self.step.as_text()))
-        self.collectives = dict(sorted(collections.Counter(kinds).items()))
+        self.received = received(self.step.as_text())
         self.mesh_size = layout.mesh.size
         self.flops_per_token = flops_per_token(self.trainer.shapes.params, task)
         self.peak = peak_flops(task)
@@ -194,7 +192,7 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
                 "mib": round(program.bytes / 2**20),
                 "compile_s": round(program.compile_s, 1),
                 "tuning_s": round(program.tuning_s, 1),
-                "collectives": program.collectives,
+                "received": program.received,
                 "loss_share": round(check(losses[name], losses[PLAIN]), 6),
                 "losses": [round(loss, 5) for loss in losses[name]],
             }
@@ -218,19 +216,20 @@ def markdown(data: dict[str, Any]) -> str:
         "cuDNN attention, with the lowest and highest. Utilisation is of the bf16 "
         "peak, by the operations of products. Losses are those of plain JAX within "
         f"{_BOUND:.0%}, from the same start; the last column but one has the largest "
-        "difference.",
+        "difference. The last one has what a GPU receives of others in a step, by the "
+        "collectives' kinds, dtypes and numbers.",
         "",
         _MAXTEXT,
         "",
         "| size | GPU | mesh | rows a GPU | remat | contender | ms | ratio | tokens/s "
-        "a GPU | utilisation | MiB a GPU | compile s | tuning s | losses | sends |",
+        "a GPU | utilisation | MiB a GPU | compile s | tuning s | losses "
+        "| received, MiB |",
         "| --- | --- | --- | ---: | --- | --- | ---: | --- |"
         + " ---: |" * 6
         + " --- |",
     ]
     for row in data["rows"]:
-        collectives = row["collectives"].items()
-        told = ", ".join(f"{count} {kind}" for kind, count in collectives)
+        told = told_of(row["received"])
         share = row["utilisation"]
         looped = "" if row["unroll"] == 1 else f", {row['unroll']} layers a turn"
         lines.append(
@@ -239,7 +238,7 @@ def markdown(data: dict[str, Any]) -> str:
             f"| {row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f}) "
             f"| {row['tokens_s_gpu']:,} | {'' if share is None else f'{share:.1%}'} "
             f"| {row['mib']:,} | {row['compile_s']:.0f} | {row['tuning_s']:.0f} "
-            f"| {row['loss_share']:.2%} | {told or 'nothing'} |"
+            f"| {row['loss_share']:.2%} | {told} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -268,7 +267,7 @@ def main() -> None:
     if not 1 <= options.gpus <= count:
         parser.error(f"--gpus {options.gpus}: there are {count}")
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
-    rows = options.rows or _ROWS[options.size]
+    rows = options.rows or ROWS[options.size]
     settings = replace(
         SIZES[options.size],
         batch=rows * options.gpus,

@@ -23,10 +23,11 @@ from typing import Any
 
 import jax
 
-from benchmarks.llama import WAYS, Way
+from benchmarks.llama import PLAIN, ROWS, WAYS, Way
 from benchmarks.records import Row, kept_rows, renewed, write_records
 from benchmarks.several_gpus import cudnn_calls
-from benchmarks.traffic import traffic
+from benchmarks.traffic import received as received_of
+from benchmarks.traffic import told_of
 from benchmarks.xla_code import described
 from jax_cudnn import offline, plans
 
@@ -38,7 +39,6 @@ from llama.settings import SIZES
 from llama.task import llama_task
 
 _DATA, _PAGE = "llama_offline.json", "llama_offline.md"
-_ROWS = {"tiny": 2, "1B": 8, "7B": 2}
 # What names a row of the table.
 _NAMES = ("size", "GPU", "gpus", "mesh", "rows", "packed", "remat", "contender")
 # XLA would time kernels to choose among them.
@@ -102,9 +102,7 @@ def measure(way: Way, options: argparse.Namespace, target: Target) -> Row:
         "cudnn_calls": len(cudnn_calls(text)),
         "trace_s": round(traced_s, 2),
         "compile_s": round(compiled_s, 1),
-        "sent": [
-            [x.kind, x.dtype, x.count, round(x.received / 2**20)] for x in traffic(text)
-        ],
+        "received": received_of(text),
     }
 
 
@@ -130,18 +128,14 @@ def markdown(data: dict[str, Any]) -> str:
         "| ---: |",
     ]
     for row in data["rows"]:
-        # Sums of scalars and the like are too small to tell of.
-        large = [x for x in row["sent"] if x[3] >= 1]
-        told = ", ".join(
-            f"{n} {kind} {dtype}: {mib:,}" for kind, dtype, n, mib in large
-        )
-        scratch = "" if "plain" in row["contender"] else f"{row['scratch_mib']:,}"
+        scratch = "" if row["contender"] == PLAIN else f"{row['scratch_mib']:,}"
+        received = row["received"]
         lines.append(
             f"| {row['size']}{', packed' if row['packed'] else ''} "
             f"| {row['gpus']} {row['GPU']} | {row['mesh']} | {row['rows']} "
             f"| {row['remat']} | {row['contender']} | {row['state_mib']:,} | {scratch} "
-            f"| {sum(x[3] for x in row['sent']):,} | {told} | {row['trace_s']:.1f} "
-            f"| {row['compile_s']:.0f} |"
+            f"| {sum(mib for *_, mib in received):,} | {told_of(received)} "
+            f"| {row['trace_s']:.1f} | {row['compile_s']:.0f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -160,12 +154,12 @@ def main() -> None:
     add("--rows", type=int, help="of the batch, for each GPU; default: by the size")
     add("--packed", action="store_true")
     add("--remat", choices=("none", *POLICIES), default="dots")
-    add("--contenders", nargs="+", default=["plain JAX", "jax_cudnn", "jax_cudnn, f8"])
+    add("--contenders", nargs="+", default=[PLAIN, "jax_cudnn", "jax_cudnn, f8"])
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.gpus)
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
-    options.rows = options.rows or _ROWS[options.size]
+    options.rows = options.rows or ROWS[options.size]
     target = Target.of(None if options.cpu else options.gpu, options.gpus)
     about = {
         "size": options.size,

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 _BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2,
@@ -49,6 +50,7 @@ class Sent:
 def traffic(text: str) -> list[Sent]:
     """Return what a program sends, by kind and dtype; conditionals count in full."""
     blocks = dict(_blocks(text))
+    devices = int((re.search(r"num_partitions=(\d+)", text) or [0, 1])[1])
     found: dict[tuple[str, str], Sent] = {}
     for name, times in _times(blocks):
         types = {line["name"]: line["type"] for line in blocks[name]}
@@ -56,7 +58,7 @@ def traffic(text: str) -> list[Sent]:
             kind = line["op"].removesuffix("-start")
             if kind not in _RECEIVED:
                 continue
-            share = _RECEIVED[kind](_group(line["rest"]))
+            share = _RECEIVED[kind](_group(line["rest"], devices))
             for operand in re.findall(r"[\w.\-]+", _bare(line["operands"])):
                 for dtype, dims in _ARRAY.findall(types.get(operand, "")):
                     size = math.prod(map(int, dims.split(","))) if dims else 1
@@ -71,6 +73,20 @@ def traffic(text: str) -> list[Sent]:
                         + times * share * size * _BYTES.get(dtype, 0),
                     )
     return [found[key] for key in sorted(found)]
+
+
+def received(text: str) -> list[list[Any]]:
+    """Return what `traffic` does, as lists of kind, dtype, count and MiB."""
+    return [
+        [x.kind, x.dtype, x.count, round(x.received / 2**20)] for x in traffic(text)
+    ]
+
+
+def told_of(rows: list[list[Any]]) -> str:
+    """Return such lists as a cell of a table; scalars and the like are left out."""
+    large = [row for row in rows if row[3]]
+    told = (f"{count} {kind} {dtype}: {mib:,}" for kind, dtype, count, mib in large)
+    return ", ".join(told) or "nothing"
 
 
 def _bare(operands: str) -> str:
@@ -108,10 +124,21 @@ def _times(blocks: dict[str, list[re.Match[str]]]) -> Iterator[tuple[str, int]]:
                 waiting.append((called, times))
 
 
-def _group(rest: str) -> int:
+def _group(rest: str, devices: int) -> int:
     """Return how many devices take part in one collective."""
-    if numbered := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+    if "source_target_pairs=" in rest:
+        return 2
+    _, _, groups = rest.partition("replica_groups=")
+    if numbered := re.match(r"\[\d+,(\d+)\]", groups):
         return int(numbered[1])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+    if listed := re.match(r"\{\{([\d,]+)\}", groups):
         return len(listed[1].split(","))
-    return 2
+    if groups.startswith("{}"):
+        return devices
+    # The devices may follow in an order of their own, between the sizes and the axes.
+    if named := re.match(r"mesh\[(.*?)\](?:, device_ids=\S+)? \{(.*?)\}", groups):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        # An axis may be cut, as in 'axis_0':(2)4, which are 4 devices.
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(cut or sizes[name]) for name, cut in parts)
+    raise ValueError(f"{rest!r} has no replica_groups in a form that is known here.")
