@@ -41,6 +41,7 @@ from llama.task import llama_task
 _DATA, _PAGE = "llama_offline.json", "llama_offline.md"
 # What names a row of the table.
 _NAMES = ("size", "GPU", "gpus", "mesh", "rows", "packed", "remat", "contender")
+_COMPILED = [PLAIN, "jax_cudnn", "jax_cudnn, sums in f32", "jax_cudnn, f8"]
 # XLA would time kernels to choose among them.
 _OPTIONS = {"xla_gpu_autotune_level": 0}
 
@@ -83,6 +84,7 @@ def measure(way: Way, options: argparse.Namespace, target: Target) -> Row:
         packed=options.packed,
         baseline=way.is_plain,
         f8=way.f8,
+        reduce_dtype=way.reduce_dtype,
     )
     layout = choose_layout(
         options.mesh, settings, remat=options.remat, devices=target.devices
@@ -118,7 +120,8 @@ def markdown(data: dict[str, Any]) -> str:
         "State and scratch are what XLA allocates on each device. What a device "
         "receives in a step is by kind and dtype, the layers' loop counted as often as "
         "it runs: how many collectives, and MiB. On devices of the CPU, XLA sends bf16 "
-        "as f32 and f8 as f16. Plain JAX has XLA's attention here, whose scratch is "
+        "as f32 and f8 as f16. Sums over devices are in bf16, but for a contender "
+        "that says f32. Plain JAX has XLA's attention here, whose scratch is "
         "not that of cuDNN's and is left out. Seconds are of one CPU, for tracing, and "
         "for lowering and compiling.",
         "",
@@ -154,7 +157,7 @@ def main() -> None:
     add("--rows", type=int, help="of the batch, for each GPU; default: by the size")
     add("--packed", action="store_true")
     add("--remat", choices=("none", *POLICIES), default="dots")
-    add("--contenders", nargs="+", default=[PLAIN, "jax_cudnn", "jax_cudnn, f8"])
+    add("--contenders", nargs="+", default=_COMPILED)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.gpus)
