@@ -297,8 +297,8 @@ def _check_rewritten(
 
 
 _COUNTS = {
-    "matmul": 8, "dot_general": 3, "gated_matmul": 3, "conv2d": 2, "sdpa": 2,
-    "norm": 12, "avg_pool": 2, "ragged_dot": 3,
+    "matmul": 8, "dot_general": 3, "gated_matmul": 3, "gated_conv": 3, "conv2d": 2,
+    "sdpa": 2, "norm": 12, "avg_pool": 2, "ragged_dot": 3,
     "causal_conv1d": 6,
 }  # fmt: skip
 # test_legalize_norms.py and its siblings ask how these are rewritten, in f32.

@@ -25,6 +25,7 @@ GUIDES = (
     "quick_start.md",
     "attention.md",
     "products.md",
+    "convolutions.md",
     "export.md",
     "troubleshooting.md",
     "ragged_dot.md",
