@@ -11,7 +11,6 @@ for sums in the dtype of its operands.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -122,10 +121,11 @@ def scattering(
         if not summed(division, name):
             continue
         after = rest[0] if rest and name in read_by(rest[0]) else []
-        ways = [*_ways(division, name, first, after)]
+        results = following(after, {name}).intersection(graph.outputs)
+        cuts = [cut for each in sorted(results) for cut in wanted.get(each, ())]
+        ways = [*_ways(division, name, first, after, cuts)]
         if not ways:
             continue
-        results = following(after, {name}).intersection(graph.outputs)
         hits = [_hits(way, results, wanted) for way in ways]
         best = max(hits)
         is_wanted = best.near == len(results)
@@ -166,15 +166,19 @@ def _ways(
     name: str,
     first: Sequence[Node],
     after: Sequence[Node],
+    wanted: Iterable[DeviceCut | None],
 ) -> Iterator[Division[DeviceCut]]:
     """Yield divisions in which a sum and what follows it are scattered.
 
-    What the kernel reads as well has to stay as it is. Devices along several axes may
-    have the parts in any order of these axes.
+    What the kernel reads as well has to stay as it is. Devices have the parts in the
+    order of their shares, or in one in which they are parts of those that the program
+    wants.
     """
-    for order in itertools.permutations(sorted(summed(division, name))):
-        cut = functools.reduce(DeviceCut.then, (division.cuts[f] for f in order))
-        yield from _ways_of(division, cut, name, first, after)
+    shared = (division.cuts[f] for f in sorted(summed(division, name)))
+    cut = functools.reduce(DeviceCut.then, shared)
+    found = [cut, *(cut.within(other) for other in wanted if other is not None)]
+    for each in dict.fromkeys(x for x in found if x is not None):
+        yield from _ways_of(division, each, name, first, after)
 
 
 def _ways_of(
