@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times how long training steps take to compile, beside plain JAX.
 
-    python -m benchmarks.compile_times --out docs/benchmarks
+    python -m benchmarks.compile_times --out docs/internals/measured
 
 writes compile_times.json and compile_times.md there, after every model. Needs optax
 and, for numbers that say anything, an NVIDIA GPU. Each step is traced, lowered and
@@ -156,7 +156,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# How long training steps take to compile",
         "",
-        "Printed by `python -m benchmarks.compile_times --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.compile_times --out "
+        "docs/internals/measured`; do not "
         f"edit. {last_run_text(data['environment'])}",
         "",
         "Each training step was traced, lowered and compiled once, untuned, in a",

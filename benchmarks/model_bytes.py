@@ -2,7 +2,7 @@
 """Counts the bytes that the kernels of a training step move, without a GPU.
 
     pip install "jax[cuda13]" flax optax
-    python -m benchmarks.model_bytes --out docs/benchmarks
+    python -m benchmarks.model_bytes --out docs/internals/measured
 
 compiles the training steps of benchmarks/models for an H200, as plain JAX and with
 jax_cudnn untuned, and writes model_bytes.json and model_bytes.md there. Neither the
@@ -74,8 +74,8 @@ def markdown(data: dict[str, Any]) -> str:
         "# What training steps move",
         "",
         f"Printed by `{data['command']}`; do not edit. The programs of",
-        f"[whole models](models.md), compiled for an {data['GPU']} with JAX "
-        f"{data['JAX']}. No time was measured here.",
+        f"[whole models](../../benchmarks/models.md), compiled for an "
+        f"{data['GPU']} with JAX {data['JAX']}. No time was measured here.",
         "",
         "A kernel reads each operand and writes each result once. `in calls` is what",
         "cuDNN's and cuBLAS's kernels move. XLA's own code moves the rest. The last",

@@ -6,7 +6,7 @@
 writes sdpa.json and sdpa.md there. Needs an NVIDIA GPU; PyTorch is used where it is
 installed. Operands are random bf16; see timing.py for how times are taken.
 
-    python -m benchmarks.sdpa --only bias --out docs/benchmarks
+    python -m benchmarks.sdpa --only bias --out docs/internals/measured
 
 times calls with a bias or a mask alone, with and without the array work that keeps rows
 exact which a bias moves far from 0 (jax_cudnn/legalize/attention/far_rows.py), and

@@ -42,7 +42,10 @@ extensions = [
 # MathJax comes with the site, so that formulas need no other host. The distribution is
 # also an extension, which would make Sphinx read one page at a time.
 _MATHJAX = distribution("sphinx-mathjax-offline")
-html_static_path = [str(_MATHJAX.locate_file("sphinx-mathjax-offline/static"))]
+html_static_path = [
+    "_static",
+    str(_MATHJAX.locate_file("sphinx-mathjax-offline/static")),
+]
 mathjax_path = "mathjax/tex-chtml.js"
 
 # --- pages ----------------------------------------------------------------------------
@@ -157,5 +160,6 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = f"jax_cudnn {release}"
 html_copy_source = False
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

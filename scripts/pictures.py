@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+MEASURED = ROOT / "docs" / "internals" / "measured"
 FOLDER = ROOT / "docs" / "pictures"
 
 # Contenders, in the order in which they are drawn.
@@ -65,7 +66,8 @@ def _whole(title: str, axis: str, rows: list[Row], **more: bool) -> Panel:
 
 
 def _read(name: str) -> Any:
-    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    folder = next(x for x in (BENCHMARKS, MEASURED) if (x / f"{name}.json").exists())
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _dot(entry: Mapping[str, float]) -> Dot:
@@ -129,6 +131,8 @@ def _sizes(cell: str) -> str:
 
 def _kind(name: str) -> str:
     """Return in words which operation it is, of whatever size."""
+    if name.startswith("("):
+        return "Causal" if name.endswith(" causal") else "With a bias"
     operation, then = re.fullmatch(r"(.*?) \(.*?\)(.*)", name).groups()  # type: ignore[union-attr]
     if then == " bf16 x i8":
         return "Matmul of bf16 and int8"
@@ -273,7 +277,7 @@ def panels() -> dict[str, list[Panel]]:
             Panel(
                 "Attention, forward and gradients",
                 to_jax,
-                _without(attentions("fwd+bwd"), "jax.nn xla"),
+                _without(_by_kind(attention(" fwd+bwd")), "jax.nn xla"),
                 0.8,
                 2,
             ),

@@ -15,7 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from tests.common import forked
 
 ROOT = Path(__file__).parents[2]
 _MODULES = sorted(
@@ -28,16 +31,9 @@ pytestmark = pytest.mark.once
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Last on the path, so that the package is the installed one.
-    code = (
-        "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment
-    )
+    module, *flags = arguments
+    return forked.run(module, *flags, environment=environment, warnings_are="default")
 
 
 @pytest.mark.parametrize("name", _MODULES)
@@ -193,6 +189,18 @@ def test_compile_times_are_told_of_each_model(tmp_path: Path) -> None:
             ("max pool 3x3/2", "2 x 12 x 12 x 8"),
             {"xla", "untuned"},
         ),
+        (
+            "conv_reports",
+            (
+                "jax 29875, dilated 1-D convolutions; sizes of ours",
+                "2 x 12 x 6, to 6, window 3, dilation 2, float32",
+            ),
+            (
+                "jax 23713, a depthwise convolution of Flax",
+                "1 x 12 x 12 x 4, to 4, window 3, 4 groups, float32",
+            ),
+            {"xla", "xla, channels first", "untuned"},
+        ),
     ],
 )
 def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
@@ -227,6 +235,29 @@ def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
     page = (tmp_path / f"{name}.md").read_text()
     assert all(f"| {' | '.join(each)} |" in page for each in (cell, other))
     assert "of an older script" not in page
+
+
+def test_parts_have_all_cells_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks import contest_report, conv_report_cells
+
+    cells = conv_report_cells.cells(small=True)
+    report = contest_report.Report(
+        name="reports", command="", title="", comment="", about=()
+    )
+    found: list[str] = []
+    for part in ("0/3", "1/3", "2/3"):
+        options = contest_report.parser("Parts.").parse_args(["--list", "--part", part])
+        contest_report.run(report, cells, options)
+        listed = capsys.readouterr().out.splitlines()
+        assert listed == [cell.name for cell in cells[int(part[0]) :: 3]]
+        found += listed
+    assert sorted(found) == sorted({cell.name for cell in cells})
+    with pytest.raises(SystemExit):
+        contest_report.parser("Parts.").parse_args(["--part", "3/3"])
+    assert "argument --part: invalid _part value: '3/3'" in capsys.readouterr().err
 
 
 def test_a_contender_that_fails_has_its_reason_and_others_go_on(
@@ -372,8 +403,7 @@ def test_rows_that_are_kept_say_their_driver_too(
             lambda small: ["a", "b"],
             lambda cases: ({"case": each, "us": {"us": us}} for each in cases),
             lambda found: "page",
-            data="data.json",
-            page="page.md",
+            name="data",
         )
         return json.loads((tmp_path / "data.json").read_text())
 
@@ -385,6 +415,12 @@ def test_rows_that_are_kept_say_their_driver_too(
     assert run(4, driver="600")["environment"]["driver"] == "600"
     with pytest.raises(SystemExit, match=r"measured with cuDNN 9, and this is 10\."):
         run(5, "--only", "b", cuDNN="10")
+    assert len(run(6, "--part", "1/2")["rows"]) == 2
+    (tmp_path / "data.json").unlink()
+    assert [row["case"] for row in run(7, "--part", "1/2")["rows"]] == ["b"]
+    assert [row["case"] for row in run(8, "--part", "0/2")["rows"]] == ["b", "a"]
+    run(9, "--name", "newer", cuDNN="10")
+    assert (tmp_path / "newer.md").read_text() == "page"
 
 
 def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
@@ -493,19 +529,36 @@ def test_layers_in_f8_are_timed(tmp_path: Path) -> None:
     assert re.search(r"times as\s+fast as in bf16", page)
 
 
-@pytest.mark.once
+def _losses_of_a_gpt(folder: Path, *flags: str) -> dict[tuple[int, bool], float]:
+    """Return the mean of the last losses by seed and by whether it trained in f8."""
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    done = _run(
+        "benchmarks.f8_training", "--size", "tiny", "--out", str(folder), *flags
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((folder / "f8_training.json").read_text())["rows"]
+    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
+    assert len(last) == len(rows)
+    return last
+
+
+def test_a_gpt_begins_to_learn_in_f8_as_without(tmp_path: Path) -> None:
+    last = _losses_of_a_gpt(tmp_path, "--steps", "40", "--seeds", "0")
+    assert last[0, False] < np.log(256) - 0.5
+    assert last[0, True] == pytest.approx(last[0, False], rel=0.02)
+    assert last[0, True] != last[0, False]
+    page = (tmp_path / "f8_training.md").read_text()
+    assert "Seed 0: f8 differs by " in page
+
+
+@pytest.mark.thorough
 def test_a_gpt_learns_in_f8_as_without(tmp_path: Path) -> None:
     """From two seeds, no worse by over 1 % in the mean of the last 100 steps.
 
     After so few steps a seed may be ahead by more, as two seeds without f8 are.
     """
-    for package in ("flax", "optax"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    flags = ("--size", "tiny", "--steps", "120", "--out", str(tmp_path))
-    done = _run("benchmarks.f8_training", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "f8_training.json").read_text())["rows"]
-    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
+    last = _losses_of_a_gpt(tmp_path, "--steps", "120")
     assert len(last) == 4
     for seed in (0, 1):
         assert -0.03 <= last[seed, True] / last[seed, False] - 1 <= 0.01

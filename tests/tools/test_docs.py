@@ -15,11 +15,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import jax_cudnn
-from jax_cudnn import cli, offline, startup
+from jax_cudnn import cli, config, offline, startup
+from jax_cudnn.ops.attention import layouts, qkv
+from jax_cudnn.ops.common import activations
+from jax_cudnn.parallel import problem, schedule
 from tests.tools.script import load_script
 from tests.tools.snippets import DOCS, GUIDES, OFF_GPU, run, snippets
 
@@ -125,6 +129,29 @@ def _anchor(heading: str) -> str:
     return kept.replace(" ", "-")
 
 
+def test_internals_name_the_page_of_every_file() -> None:
+    root = DOCS.parent
+    homes = (root / "jax_cudnn", root)
+    page = (DOCS / "internals" / "index.md").read_text()
+    table = page.partition("## Which page explains a file")[2]
+    rows = re.findall(r"^\| (`.*?) \| (.*\]\(.*) \|$", table, re.M)
+    explained: set[Path] = set()
+    for names, _ in rows:
+        for name in re.findall(r"`([^`]+)`", names):
+            found = next((x for x in (list(h.glob(name)) for h in homes) if x), None)
+            assert found, f"{name} is not there"
+            explained.update(found)
+    sources = [*(root / "jax_cudnn").rglob("*.py"), *(root / "ffi").rglob("*.[ch]*")]
+    assert len(sources) > 300
+    for file in sources:
+        if file.name != "__init__.py":
+            assert explained & {file, *file.parents}, f"no page explains {file}"
+
+
+def test_users_find_few_pages_of_benchmarks() -> None:
+    assert len(list((DOCS / "benchmarks").glob("*.md"))) <= 8
+
+
 # --- tables ---------------------------------------------------------------------------
 
 
@@ -167,6 +194,41 @@ def test_every_public_name_is_in_the_reference() -> None:
             full = f"{module.__name__}.{public}"
             is_entry = re.search(rf":: {re.escape(full)}$", shown, re.M)
             assert is_entry or inspect.ismodule(getattr(module, public)), full
+
+
+def test_pages_of_the_reference_open_with_a_table_of_their_entries() -> None:
+    pages = set((DOCS / "api").glob("*.md")) - {DOCS / "api" / "types.md"}
+    assert len(pages) > 13
+    for page in pages:
+        text = page.read_text()
+        entries = re.findall(
+            r"^\.\. auto(?:function|class|exception):: (\S+)$", text, re.M
+        )
+        table = text.partition("autosummary::")[2].partition("```")[0]
+        opening = {name.split(".")[-1] for name in table.split()}
+        # A class that others inherit from, and that is not public.
+        hidden = {"jax_cudnn.plans.calls.CallSummary"}
+        for entry in {*entries} - hidden:
+            assert entry.split(".")[-1] in opening, (page, entry)
+
+
+def test_the_page_of_types_names_every_value() -> None:
+    sections = re.split(r"^## ", (DOCS / "api" / "types.md").read_text(), flags=re.M)
+    # The function of that name hides its module.
+    causal = importlib.import_module("jax_cudnn.ops.products.causal_conv1d")
+    kinds = {
+        "Implementation": config.Implementation,
+        "Activation": activations.ActivationName,
+        "Layout": layouts.Layout,
+        "PageLayout": layouts.PageLayout,
+        "QkvLayout": qkv.QkvLayout,
+        "Order": schedule.Order,
+        "Method": problem.Method,
+        "CausalLayout": causal.CausalLayout,
+    }
+    for name, kind in kinds.items():
+        (section,) = (each for each in sections if each.startswith(f"{name}\n"))
+        assert set(re.findall(r'`"(\w+)"`', section)) == set(get_args(kind)), name
 
 
 @pytest.mark.once
