@@ -147,7 +147,7 @@ def _experts(*, tiny: bool) -> Iterator[Cell]:
     """Yield a layer whose devices share the experts, and one that has all on each."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     tokens, width, hidden = (64, 16, 24) if tiny else (16384, 2048, 1024)
-    experts, top_k, rows = 64, 4, (AXIS,)
+    experts, top_k, rows = 8 if tiny else 64, 4, (AXIS,)
     weights = (experts, width, hidden)
 
     def ours(**axes: str) -> Function:
@@ -162,7 +162,7 @@ def _experts(*, tiny: bool) -> Iterator[Cell]:
     )
     for split, axes, specs in (
         ("experts", {"expert_axis": AXIS}, (rows, _ALL, rows, rows, rows)),
-        ("tokens", {"batch_axis": AXIS}, (rows, _ALL, _ALL, _ALL, _ALL)),
+        ("tokens of experts", {"batch_axis": AXIS}, (rows, _ALL, _ALL, _ALL, _ALL)),
     ):
         yield Cell(
             name=f"moe {tokens} tokens, {top_k} of {experts}, {width}->{hidden}",

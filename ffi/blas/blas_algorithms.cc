@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Asking cuBLASLt for algorithms.
 
-#include "plans/blas_algorithms.h"
+#include "blas/blas_algorithms.h"
 
 #include <algorithm>
 #include <array>

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "base/status.h"
+#include "candidates/candidate.h"
+#include "candidates/plan_request.h"
 #include "cudnn/cublaslt.h"
-#include "plans/candidate.h"
-#include "plans/plan_request.h"
 
 namespace jax_cudnn {
 

@@ -1,17 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Describing products in groups to cuBLASLt, and launching them.
 
-#include "plans/blas_groups.h"
-
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
+#include "blas/blas_algorithms.h"
+#include "blas/blas_engines.h"
+#include "cudnn/cublaslt.h"
 #include "cudnn/cudnn_library.h"
 #include "cudnn/group_pointers.h"
+#include "groups/group_layout.h"
 
 namespace jax_cudnn {
 namespace {
@@ -225,15 +232,31 @@ int64_t WorkspaceBytes(const GroupLayout& layout, size_t engine_bytes) {
          GroupPointersBytes(layout.groups);
 }
 
-}  // namespace
+class GroupedProducts : public Launchable {
+ public:
+  GroupedProducts(GroupLayout layout, std::vector<CublasLtAlgorithm> algorithms,
+                  size_t engine_bytes)
+      : layout_(std::move(layout)),
+        algorithms_(std::move(algorithms)),
+        engine_bytes_(engine_bytes) {}
 
-bool BlasGroups::Covers(const GraphSpec& graph) {
+  Status Execute(CudnnHandle handle, CudaStream stream, void* const* operands,
+                 void* const* results, void* workspace) const override;
+  StatusOr<std::string> Serialize() const override;
+
+ private:
+  const GroupLayout layout_;
+  const std::vector<CublasLtAlgorithm> algorithms_;  // of each product
+  const size_t engine_bytes_;  // of workspace; the pointers follow
+};
+
+bool Covers(const GraphSpec& graph) {
   return HasGroupSizes(graph) && graph.nodes.front().inputs.count("starts") > 0;
 }
 
-StatusOr<std::vector<Candidate>> BlasGroups::List(const GraphSpec& graph,
-                                                  const PlanRequest& request,
-                                                  const PlanTarget& target) {
+StatusOr<std::vector<Candidate>> List(const GraphSpec& graph,
+                                      const PlanRequest& request,
+                                      const PlanTarget& target) {
   ASSIGN_OR_RETURN(const GroupLayout layout, ReadLayout(graph));
   if (target.handle == nullptr) {
     return Unimplemented("its plans are made where the GPU is");
@@ -244,8 +267,8 @@ StatusOr<std::vector<Candidate>> BlasGroups::List(const GraphSpec& graph,
   return BlasCandidates(found, request);
 }
 
-StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Make(const GraphSpec& graph,
-                                                       Candidate& candidate) {
+StatusOr<std::unique_ptr<const Launchable>> Make(const GraphSpec& graph,
+                                                 Candidate& candidate) {
   ASSIGN_OR_RETURN(GroupLayout layout, ReadLayout(graph));
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout));
   RETURN_IF_ERROR(LoadGroupKernels(*LoadedCudnnRuntime()));
@@ -263,13 +286,13 @@ StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Make(const GraphSpec& graph,
     engine_bytes = std::max(engine_bytes, chosen.workspace_bytes);
   }
   candidate.workspace_bytes = WorkspaceBytes(layout, engine_bytes);
-  return std::unique_ptr<BlasGroups>(
-      new BlasGroups(std::move(layout), std::move(algorithms), engine_bytes));
+  return std::unique_ptr<const Launchable>(
+      new GroupedProducts(std::move(layout), std::move(algorithms), engine_bytes));
 }
 
-StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Read(const GraphSpec& graph,
-                                                       std::string_view bytes,
-                                                       const Candidate& candidate) {
+StatusOr<std::unique_ptr<const Launchable>> Read(const GraphSpec& graph,
+                                                 std::string_view bytes,
+                                                 const Candidate& candidate) {
   ASSIGN_OR_RETURN(GroupLayout layout, ReadLayout(graph));
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout));
   RETURN_IF_ERROR(LoadGroupKernels(*LoadedCudnnRuntime()));
@@ -288,18 +311,18 @@ StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Read(const GraphSpec& graph,
     RETURN_IF_ERROR(CheckBlasAlgorithm(described, algorithms[i],
                                        static_cast<size_t>(engine_bytes)));
   }
-  return std::unique_ptr<BlasGroups>(new BlasGroups(
+  return std::unique_ptr<const Launchable>(new GroupedProducts(
       std::move(layout), std::move(algorithms), static_cast<size_t>(engine_bytes)));
 }
 
-StatusOr<std::string> BlasGroups::Serialize() const {
+StatusOr<std::string> GroupedProducts::Serialize() const {
   return std::string(reinterpret_cast<const char*>(algorithms_.data()),
                      algorithms_.size() * sizeof(CublasLtAlgorithm));
 }
 
-Status BlasGroups::Execute(CudnnHandle /*handle*/, CudaStream stream,
-                           void* const* operands, void* const* results,
-                           void* workspace) const {
+Status GroupedProducts::Execute(CudnnHandle /*handle*/, CudaStream stream,
+                                void* const* operands, void* const* results,
+                                void* workspace) const {
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout_));
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(runtime));
@@ -351,5 +374,9 @@ Status BlasGroups::Execute(CudnnHandle /*handle*/, CudaStream stream,
   }
   return {};
 }
+
+}  // namespace
+
+const BlasEngine kBlasGroups{Covers, List, Make, Read};
 
 }  // namespace jax_cudnn

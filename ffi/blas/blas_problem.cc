@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading a product in a graph, node by node.
 
-#include "plans/blas_problem.h"
+#include "blas/blas_problem.h"
 
 #include <algorithm>
 #include <functional>

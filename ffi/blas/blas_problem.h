@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <optional>
 
+#include "candidates/pointer_source.h"
 #include "cudnn/cublaslt.h"
 #include "graph/graph_spec.h"
-#include "plans/pointer_source.h"
 
 namespace jax_cudnn {
 

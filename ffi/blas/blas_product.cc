@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Describing a product to cuBLASLt, keeping and launching an algorithm.
 
-#include "plans/blas_product.h"
-
+#include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
+#include "blas/blas_algorithms.h"
+#include "blas/blas_engines.h"
+#include "blas/blas_problem.h"
+#include "cudnn/cublaslt.h"
 #include "cudnn/cudnn_library.h"
 
 namespace jax_cudnn {
@@ -16,11 +22,10 @@ namespace {
 // Aligned so and no more, for what is asked before there are operands.
 constexpr uintptr_t kSomewhere = (uintptr_t{1} << 40) + kBlasAlignment;
 
-}  // namespace
-
 // --- what cuBLASLt is told ----------------------------------------------------------
 
-struct BlasProduct::Pointers {
+// The operands of a launch.
+struct Pointers {
   const void* a;
   const void* b;
   const void* c;
@@ -31,7 +36,8 @@ struct BlasProduct::Pointers {
   const void* scale_b;
 };
 
-class BlasProduct::Bound : public BlasDescriptions {
+// cuBLASLt's descriptions of a problem.
+class Bound : public BlasDescriptions {
  public:
   using BlasDescriptions::BlasDescriptions;
 
@@ -95,11 +101,26 @@ class BlasProduct::Bound : public BlasDescriptions {
 
 // --- the product --------------------------------------------------------------------
 
-bool BlasProduct::Covers(const GraphSpec& graph) {
-  return ReadBlasProblem(graph).has_value();
-}
+class OneProduct : public Launchable {
+ public:
+  OneProduct(BlasProblem problem, CublasLtAlgorithm algorithm, size_t workspace_bytes)
+      : problem_(std::move(problem)),
+        algorithm_(algorithm),
+        workspace_bytes_(workspace_bytes) {}
 
-StatusOr<std::vector<BlasAlgorithm>> BlasProduct::Find(const BlasProblem& problem) {
+  Status Execute(CudnnHandle handle, CudaStream stream, void* const* operands,
+                 void* const* results, void* workspace) const override;
+  StatusOr<std::string> Serialize() const override;
+
+ private:
+  const BlasProblem problem_;
+  const CublasLtAlgorithm algorithm_;
+  const size_t workspace_bytes_;
+};
+
+bool Covers(const GraphSpec& graph) { return ReadBlasProblem(graph).has_value(); }
+
+StatusOr<std::vector<BlasAlgorithm>> Find(const BlasProblem& problem) {
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt,
                    LoadCublasLt(*LoadedCudnnRuntime()));
   Bound bound(*cublaslt);
@@ -107,9 +128,9 @@ StatusOr<std::vector<BlasAlgorithm>> BlasProduct::Find(const BlasProblem& proble
   return FindBlasAlgorithms(bound, std::nullopt);
 }
 
-StatusOr<std::vector<Candidate>> BlasProduct::List(const GraphSpec& graph,
-                                                   const PlanRequest& request,
-                                                   const PlanTarget& target) {
+StatusOr<std::vector<Candidate>> List(const GraphSpec& graph,
+                                      const PlanRequest& request,
+                                      const PlanTarget& target) {
   if (target.handle == nullptr) {
     return Unimplemented("its plans are made where the GPU is");
   }
@@ -118,19 +139,19 @@ StatusOr<std::vector<Candidate>> BlasProduct::List(const GraphSpec& graph,
   return BlasCandidates(found, request);
 }
 
-StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Make(const GraphSpec& graph,
-                                                         Candidate& candidate) {
+StatusOr<std::unique_ptr<const Launchable>> Make(const GraphSpec& graph,
+                                                 Candidate& candidate) {
   auto problem = ReadBlasProblem(graph);
   ASSIGN_OR_RETURN(const std::vector<BlasAlgorithm> found, Find(*problem));
   ASSIGN_OR_RETURN(const CublasLtFound chosen, ChosenBlasAlgorithm(found, candidate));
   candidate.workspace_bytes = static_cast<int64_t>(chosen.workspace_bytes);
-  return std::unique_ptr<BlasProduct>(
-      new BlasProduct(std::move(*problem), chosen.algorithm, chosen.workspace_bytes));
+  return std::unique_ptr<const Launchable>(
+      new OneProduct(std::move(*problem), chosen.algorithm, chosen.workspace_bytes));
 }
 
-StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Read(const GraphSpec& graph,
-                                                         std::string_view bytes,
-                                                         const Candidate& candidate) {
+StatusOr<std::unique_ptr<const Launchable>> Read(const GraphSpec& graph,
+                                                 std::string_view bytes,
+                                                 const Candidate& candidate) {
   CublasLtAlgorithm algorithm{};
   auto problem = ReadBlasProblem(graph);
   if (!problem || bytes.size() != sizeof(algorithm)) {
@@ -144,17 +165,17 @@ StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Read(const GraphSpec& graph,
   RETURN_IF_ERROR(bound.MakeUnbound(*problem));
   const auto workspace_bytes = static_cast<size_t>(candidate.workspace_bytes);
   RETURN_IF_ERROR(CheckBlasAlgorithm(bound, algorithm, workspace_bytes));
-  return std::unique_ptr<BlasProduct>(
-      new BlasProduct(std::move(*problem), algorithm, workspace_bytes));
+  return std::unique_ptr<const Launchable>(
+      new OneProduct(std::move(*problem), algorithm, workspace_bytes));
 }
 
-StatusOr<std::string> BlasProduct::Serialize() const {
+StatusOr<std::string> OneProduct::Serialize() const {
   return std::string(reinterpret_cast<const char*>(&algorithm_), sizeof(algorithm_));
 }
 
-Status BlasProduct::Execute(CudnnHandle /*handle*/, CudaStream stream,
-                            void* const* operands, void* const* results,
-                            void* workspace) const {
+Status OneProduct::Execute(CudnnHandle /*handle*/, CudaStream stream,
+                           void* const* operands, void* const* results,
+                           void* workspace) const {
   const auto at = [&](const BlasProblem::Memory& memory) {
     return (memory.is_result ? results : operands)[memory.index];
   };
@@ -184,5 +205,9 @@ Status BlasProduct::Execute(CudnnHandle /*handle*/, CudaStream stream,
                        &algorithm_, workspace, workspace_bytes_, stream),
       "cublasLtMatmul");
 }
+
+}  // namespace
+
+const BlasEngine kBlasProduct{Covers, List, Make, Read};
 
 }  // namespace jax_cudnn

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Asking cuDNN for candidates, describing them and building them.
 
-#include "plans/attempt.h"
+#include "candidates/attempt.h"
 
 #include <algorithm>
 #include <chrono>
@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "candidates/faulty_engines.h"
 #include "frontend/device_properties.h"
 #include "frontend/engine_names.h"
 #include "frontend/frontend_status.h"
-#include "frontend/graph_builder.h"
 #include "frontend/refusal.h"
-#include "plans/faulty_engines.h"
+#include "nodes/graph_builder.h"
 
 namespace jax_cudnn {
 namespace {

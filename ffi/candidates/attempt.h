@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "base/status.h"
+#include "candidates/candidate.h"
+#include "candidates/plan_request.h"
+#include "candidates/plan_target.h"
 #include "frontend/frontend_graph.h"
 #include "graph/graph_spec.h"
-#include "plans/candidate.h"
-#include "plans/plan_request.h"
-#include "plans/plan_target.h"
 
 namespace jax_cudnn {
 

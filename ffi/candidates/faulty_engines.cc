@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engines that were seen to be faulty.
 
-#include "plans/faulty_engines.h"
+#include "candidates/faulty_engines.h"
 
 #include <algorithm>
 #include <string_view>

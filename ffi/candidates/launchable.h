@@ -5,12 +5,16 @@
 #ifndef JAX_CUDNN_LAUNCHABLE_H_
 #define JAX_CUDNN_LAUNCHABLE_H_
 
+#include <cstddef>
 #include <string>
 
 #include "base/status.h"
 #include "cudnn/cudnn_library.h"
 
 namespace jax_cudnn {
+
+// The most tensors that a plan takes: the frontend has at most 250 operations.
+inline constexpr size_t kMaxOperands = 256;
 
 // Immutable for its callers: several threads may execute it at once, each with a handle
 // and a stream of its own.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finding out which pointer cuDNN wants where, and giving it.
 
-#include "plans/launchable_graph.h"
+#include "candidates/launchable_graph.h"
 
 #include <array>
 #include <cstdint>
@@ -13,10 +13,9 @@
 
 #include "base/guard.h"
 #include "frontend/frontend_status.h"
-#include "frontend/graph_builder.h"
-#include "frontend/qkv_parts.h"
 #include "frontend/refusal.h"
-#include "plans/plan.h"
+#include "nodes/graph_builder.h"
+#include "nodes/qkv_parts.h"
 
 namespace jax_cudnn {
 

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "base/status.h"
+#include "candidates/launchable.h"
+#include "candidates/pointer_source.h"
 #include "frontend/frontend_graph.h"
 #include "graph/graph_spec.h"
-#include "plans/launchable.h"
-#include "plans/pointer_source.h"
 
 namespace jax_cudnn {
 

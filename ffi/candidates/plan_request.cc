@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading, writing and applying plan requests.
 
-#include "plans/plan_request.h"
+#include "candidates/plan_request.h"
 
 #include <algorithm>
 #include <iterator>

@@ -18,7 +18,7 @@
 
 namespace jax_cudnn {
 
-// The engine of all products by cuBLASLt (blas_product.h); none of cuDNN's has this
+// The engine of all products by cuBLASLt (blas/blas_engines.h); none of cuDNN's has this
 // number. Equals CUBLASLT_ENGINE in jax_cudnn/native/planner.py.
 inline constexpr int64_t kCublasLtEngine = 1000;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Taking a grouped product apart.
 
-#include "plans/group_layout.h"
+#include "groups/group_layout.h"
 
 #include <algorithm>
 #include <string>

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/status.h"
+#include "candidates/pointer_source.h"
 #include "graph/graph_spec.h"
-#include "plans/pointer_source.h"
 
 namespace jax_cudnn {
 

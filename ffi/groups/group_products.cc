@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading the sizes of the groups, launching their matmuls.
 
-#include "plans/group_products.h"
+#include "groups/group_products.h"
 
 #include <algorithm>
 #include <set>
 #include <string_view>
 
 #include "base/log.h"
+#include "candidates/attempt.h"
 #include "cudnn/cuda_device.h"
 #include "frontend/engine_names.h"
 #include "frontend/frontend_status.h"
-#include "plans/attempt.h"
 
 namespace jax_cudnn {
 namespace {

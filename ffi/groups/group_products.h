@@ -21,13 +21,13 @@
 #include <vector>
 
 #include "base/status.h"
+#include "candidates/candidate.h"
+#include "candidates/launchable.h"
+#include "candidates/launchable_graph.h"
+#include "candidates/plan_request.h"
+#include "candidates/plan_target.h"
 #include "graph/graph_spec.h"
-#include "plans/candidate.h"
-#include "plans/group_layout.h"
-#include "plans/launchable.h"
-#include "plans/launchable_graph.h"
-#include "plans/plan_request.h"
-#include "plans/plan_target.h"
+#include "groups/group_layout.h"
 
 namespace jax_cudnn {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The frontend's matmuls and convolutions, from our roles and attributes.
 
-#include "frontend/contraction_builder.h"
+#include "nodes/contraction_builder.h"
 
 #include <algorithm>
 #include <string>

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The table of builders by node kind, and the walk over a graph's nodes.
 
-#include "frontend/graph_builder.h"
+#include "nodes/graph_builder.h"
 
 #include <algorithm>
 #include <string_view>
 
-#include "frontend/contraction_builder.h"
 #include "frontend/node_writer.h"
-#include "frontend/norm_builder.h"
-#include "frontend/pointwise_builder.h"
-#include "frontend/qkv_parts.h"
-#include "frontend/resample_builder.h"
-#include "frontend/sdpa_builder.h"
+#include "nodes/contraction_builder.h"
+#include "nodes/norm_builder.h"
+#include "nodes/pointwise_builder.h"
+#include "nodes/qkv_parts.h"
+#include "nodes/resample_builder.h"
+#include "nodes/sdpa_builder.h"
 
 namespace jax_cudnn {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The frontend's norms and their gradients, from our roles and attributes.
 
-#include "frontend/norm_builder.h"
+#include "nodes/norm_builder.h"
 
 #include <array>
 #include <cstdint>

@@ -2,7 +2,7 @@
 // The frontend's pointwise operations, constants and reductions, from our roles and
 // attributes.
 
-#include "frontend/pointwise_builder.h"
+#include "nodes/pointwise_builder.h"
 
 #include <algorithm>
 #include <iterator>

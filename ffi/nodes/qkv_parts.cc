@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where queries, keys and values lie within one array.
 
-#include "frontend/qkv_parts.h"
+#include "nodes/qkv_parts.h"
 
 #include <algorithm>
 #include <cstddef>

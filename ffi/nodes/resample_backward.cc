@@ -3,7 +3,7 @@
 //
 // The frontend (1.28.0) has a node for the forward direction only.
 
-#include "frontend/resample_backward.h"
+#include "nodes/resample_backward.h"
 
 #include <string>
 #include <unordered_map>

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The frontend's resample, and its gradient, from our roles and attributes.
 
-#include "frontend/resample_builder.h"
+#include "nodes/resample_builder.h"
 
 #include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "frontend/resample_backward.h"
+#include "nodes/resample_backward.h"
 
 namespace jax_cudnn {
 namespace {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes each step as a pointwise operation of the frontend.
 
-#include "frontend/score_mod_builder.h"
+#include "nodes/score_mod_builder.h"
 
 #include <cmath>
 #include <utility>
 
-#include "frontend/pointwise_builder.h"
 #include "graph/node_kinds.h"
+#include "nodes/pointwise_builder.h"
 
 namespace jax_cudnn {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The frontend's attention operations, from our roles and attributes.
 
-#include "frontend/sdpa_builder.h"
+#include "nodes/sdpa_builder.h"
 
 #include <cstdint>
 #include <limits>
@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "frontend/score_mod_builder.h"
-#include "frontend/sdpa_sequences.h"
 #include "graph/score_mod.h"
+#include "nodes/score_mod_builder.h"
+#include "nodes/sdpa_sequences.h"
 
 namespace jax_cudnn {
 namespace {

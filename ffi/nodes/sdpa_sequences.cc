@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packed sequences in the words of cuDNN's frontend: ragged offsets.
 
-#include "frontend/sdpa_sequences.h"
+#include "nodes/sdpa_sequences.h"
 
 #include <string>
 #include <utility>
