@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs random problems of norms, pooling, ragged_dot and fuse on cuDNN, for a page.
+"""Runs random problems of norms, products, convolutions and others, for a page.
 
     python -m scripts.random_operations --out docs
 
@@ -35,6 +35,7 @@ _AMOUNTS: dict[random_operations.Family, int] = {
     "groups": 400,
     "experts": 400,
     "fuse": 200,
+    "convolutions": 300,
 }
 
 
@@ -101,18 +102,19 @@ with NaN or an infinity in one group, which no other may notice; half of them ar
 products in f8, quantised or stored. experts: mixtures of up to 24 experts, a quarter of
 them in f8, with and without a capacity, all tokens on one expert, a token of NaN.
 fuse: programs of up to nine steps beside a product; those with gradients have no
-operation whose derivative jumps. Operands are bf16, f16 or f32.
+operation whose derivative jumps. Convolutions: causal ones, gated ones, and residual
+branches with a `branch_scale`, of matmuls too. Operands are bf16, f16 or f32.
 
 `implementation="cudnn"` computes it. Memory is filled with NaN before. Results are
-compared with closed forms in NumPy and float64, those of programs with the plain
-function in float64 on a CPU. Operands of products in f8 are rounded in NumPy. Each
-entry has a bound of its own, made of what is rounded to the dtypes at hand, and of the
-TF32 in which f32 is multiplied. A program's bound is four times the largest error that
-XLA makes in the same dtypes. That of a mixture of experts is a part of the result's
-largest number: 16 roundings to its dtype and 32 of gradients, and in f8 0.2 and 0.35
-besides. A problem is right if all entries of all results are within it; "by XLA", if
-cuDNN ran no part of it (by `plans.inspect`). What cuDNN refuses is computed with "auto"
-as well, and would be wrong here if that were.""".splitlines()
+compared with closed forms in NumPy and float64. Operands of products in f8 are rounded
+in NumPy. Each entry has a bound of its own, made of what is rounded to the dtypes at
+hand, and of the TF32 in which f32 is multiplied. Programs and convolutions are compared
+with the plain function in float64 on a CPU. Their bound is four times the largest error
+that XLA makes in the same dtypes. That of a mixture of experts is a part of the
+result's largest number: 16 roundings to its dtype and 32 of gradients, and in f8 0.2
+and 0.35 besides. A problem is right if all entries of all results are within it; "by
+XLA", if cuDNN ran no part of it (by `plans.inspect`). What cuDNN refuses is computed
+with "auto" as well, and would be wrong here if that were.""".splitlines()
 _OUTCOMES = ("right", "by XLA", "wrong", "refused", "failed")
 
 

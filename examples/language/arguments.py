@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import jax
 
+from language import processes
 from language.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -68,6 +69,13 @@ def common_parser(
         "of 4096 and more on GPUs with f8 units",
     )
     add(
+        "--reduce-dtype",
+        choices=("f32", "operands"),
+        default="f32",
+        help="the dtype in which devices add up their shares of a product: f32 "
+        "(default), or that of its operands, which sends half as much in bfloat16",
+    )
+    add(
         "--text",
         type=Path,
         metavar="PATH",
@@ -93,6 +101,7 @@ def common_parser(
         metavar="FILE",
         help=f"where the loss curve goes; default: {name}.png",
     )
+    processes.add_arguments(parser)
     return parser
 
 

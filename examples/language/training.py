@@ -12,6 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_cudnn import plans
+from language import processes
 from language.optimizer import make_optimizer
 from language.task import Task
 from language.text import Rows
@@ -86,7 +88,8 @@ class Trainer:
             donate_argnums=0,
             out_shardings=(self._places, self._whole),
         )
-        return step.trace(self.shapes, arrays)
+        with plans.using(reduce_dtype=settings.reduce_dtype):
+            return step.trace(self.shapes, arrays)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         value, gradient = self.gradient(state.params, batch)
@@ -136,7 +139,9 @@ class Trainer:
 
     def place(self, rows: Rows) -> Any:
         """Return a batch on the devices, a part of it on each."""
-        return jax.device_put(self._arrays_of(rows), self._rows)
+        return jax.tree.map(
+            lambda x: processes.placed(x, self._rows), self._arrays_of(rows)
+        )
 
     @functools.cached_property
     def _sums(self) -> Any:

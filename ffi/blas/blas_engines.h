@@ -44,7 +44,7 @@ struct BlasEngine {
 
 // One product with the epilogues that cuBLASLt has (ReadBlasProblem). In 16 bits,
 // cuDNN's take 1.4 to 1.7 of the time of cuBLASLt's kernels on Hopper
-// (docs/benchmarks/model_misses.md).
+// (docs/internals/measured/model_misses.md).
 extern const BlasEngine kBlasProduct;
 
 // One grouped matmul, or its gradient, given both the sizes of the groups and where

@@ -18,8 +18,8 @@
 
 namespace jax_cudnn {
 
-// The engine of all products by cuBLASLt (blas/blas_engines.h); none of cuDNN's has this
-// number. Equals CUBLASLT_ENGINE in jax_cudnn/native/planner.py.
+// The engine of all products by cuBLASLt (blas/blas_engines.h); none of cuDNN's has
+// this number. Equals CUBLASLT_ENGINE in jax_cudnn/native/planner.py.
 inline constexpr int64_t kCublasLtEngine = 1000;
 
 // The engine of cuDNN's functions for causal convolutions (plans/causal_conv.h). Equals

@@ -3,8 +3,8 @@
 
 What a caller asks of a plan is a text, the ``request``: that of a candidate, which pins
 it; a filter of candidates (``config.PlanOptions`` writes one, see
-``ffi/candidates/plan_request.h``); preferences, by which one of them is tried before the
-others (``jax_cudnn/policy`` has them); or "" for the first that builds.
+``ffi/candidates/plan_request.h``); preferences, by which one of them is tried before
+the others (``jax_cudnn/policy`` has them); or "" for the first that builds.
 
 Every function raises ``GraphError`` for a malformed graph or request,
 ``UnsupportedError`` where cuDNN has no plan, with cuDNN's reasons, and ``LibraryError``
