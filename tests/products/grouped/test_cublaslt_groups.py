@@ -22,7 +22,7 @@ from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
 pytestmark = pytest.mark.once
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _H200 = Target(name="H200", sm_version=90, sm_count=132, cudnn_version=92801)
 _ROWS, _GROUPS, _K, _N = 96, 5, 32, 48
 
