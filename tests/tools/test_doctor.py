@@ -334,7 +334,7 @@ def test_an_old_cudnn() -> None:
         (91001, ["attention is wrong", "bf16 and f16"], "f8", "15"),
         (91200, ["3-D convolutions of bf16 and f16", "TF32", "2^31"], "atten", "16"),
         (91400, ["3-D convolutions of bf16 and f16", "TF32"], "attention", "16"),
-        (91501, ["TF32", "XLA runs them, which may ask the same cuDNN"], "bf16", "16"),
+        (91501, ["TF32", "XLA runs them, possibly by the same cuDNN"], "bf16", "16"),
     ],
 )
 def test_a_cudnn_with_known_bugs(
@@ -355,11 +355,11 @@ def test_what_no_other_cudnn_mends_is_a_note() -> None:
     assert "filter's gradient with a relu" in finding.what
     assert "single group" not in finding.what
     (finding,) = _of_cudnn(92801)
-    assert "a single group is refused (it is a plain product" in finding.what
+    assert "a single group is refused (it is computed as a plain matmul" in finding.what
     assert finding.fix.startswith("None is needed")
     assert not _of_cudnn(91600)
     (finding,) = _of_cudnn(92700)
-    assert "the gradient of group norm by images of 16 bits" in finding.what
+    assert "the gradient of group norm with respect to 16-bit images" in finding.what
     assert finding.fix.startswith("None is needed")
 
 
