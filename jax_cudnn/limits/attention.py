@@ -71,7 +71,7 @@ LIMITS = (
         what="`score_mod` was not tried",
         words="score_mod is run with cuDNN 9.19 and newer; use such a version",
         done=_BY_XLA,
-        source="9.19 is the oldest that was tried: planned for sm_90, and run on an H200",
+        source="9.19 is the oldest that was tried: planned for sm_90, run on an H200",
     ),
     Limit(
         kinds=_ATTENTION,
@@ -216,7 +216,8 @@ UNSEEN_KEYS_HAVE_GRADIENTS = Row(
     is_of_unknown=True,
     what="keys of a batch entry whose query length is 0 get gradients",
     done="these gradients are replaced by 0",
-    source="seen: 9.14.0 on an H100; 9.19.0 and 9.28.1 give 0, versions in between were not tried",
+    source="seen: 9.14.0 on an H100; 9.19.0 and 9.28.1 give 0, versions in between "
+    "were not tried",
 )
 LARGE_PACKED_HEADS = Row(
     versions=range(91900),
@@ -224,8 +225,8 @@ LARGE_PACKED_HEADS = Row(
     words="cuDNN {cudnn} computes wrong gradients of packed sequences with head sizes "
     "over 128; 9.19 does not",
     done="the sequences of a row become a mask, in memory that grows with s * t",
-    source="seen: 9.14.0 on an H100, errors of 0.3 to 0.9; 9.19.0 is right, versions in "
-    "between were not tried",
+    source="seen: 9.14.0 on an H100, errors of 0.3 to 0.9; 9.19.0 is right, versions "
+    "in between were not tried",
 )
 WORKAROUNDS = (
     LENGTHS_ARE_COPIED,

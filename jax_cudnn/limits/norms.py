@@ -29,7 +29,8 @@ LIMITS = (
         holds=_has_odd_examples,
         versions=range(92000, ALL_VERSIONS.stop),
         what="the gradient of group norm with respect to 16-bit images, channels last, "
-        "is wrong if an image has an odd number of elements, and differs from run to run",
+        "is wrong if an image has an odd number of elements, and differs from run to "
+        "run",
         done=_BY_XLA,
         source="seen: 9.28.1 on an H200, errors of 0.02 to 700 of the largest value in "
         "several images of 7 x 121 and like them, more often in f16 than in bf16. "

@@ -22,7 +22,7 @@ from jax_cudnn.lowering.decision import Step, decide
 from jax_cudnn.lowering.partitioned import set_lowering
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.lowering.sharding.members import as_results, merged
+from jax_cudnn.lowering.sharding.subaxes import as_results, merged
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 
