@@ -29,7 +29,7 @@ from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import is_anchor
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import Attempt, Step, decide_part
+from jax_cudnn.lowering.decision import Attempt, PartDecision, decide_part
 from jax_cudnn.offline import find
 from jax_cudnn.offline.planner import NamedGpu, greeting
 from tests.attention.shared import features as attention_features
@@ -140,7 +140,7 @@ def _answer(function: Any, operands: Any, gpu: NamedGpu, ending: str) -> Answer:
 
     Of a gradient, only the kernels whose kind has the ending are looked at.
     """
-    steps: list[Step] = []
+    steps: list[PartDecision] = []
     for traced in traced_graphs(function, *operands):
         for part in traced.parts:
             kinds = [node.kind for node in part.nodes if is_anchor(node)]

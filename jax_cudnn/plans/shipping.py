@@ -21,7 +21,7 @@ from jax_cudnn.choices import Choice, Key
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target, label, to_json
 from jax_cudnn.lowering import TracedGraph, traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_ordinals, local_target
 from jax_cudnn.progress import followed
 
@@ -168,7 +168,7 @@ def _local_target(who: str) -> tuple[int, Target]:
 
 def _planned(
     pool: ThreadPoolExecutor, found: Iterable[TracedGraph]
-) -> dict[tuple[str, str], Step]:
+) -> dict[tuple[str, str], PartDecision]:
     """Return the steps that cuDNN runs, by canonical graph and request."""
     # What is for another GPU by its name is not this one's to build.
     ours = dict.fromkeys(each for each in found if each.options.device is None)

@@ -31,7 +31,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.lowering import run_contender, run_cudnn, run_xla
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.offline.builders import PlanBuilders, plan_builders
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -44,7 +44,7 @@ from jax_cudnn.tuning.correctness import (
 )
 from jax_cudnn.tuning.memory import free_bytes, needed_bytes
 from jax_cudnn.tuning.pace import OutOfTimeError, Pace
-from jax_cudnn.tuning.races import Race, Entrant, promising
+from jax_cudnn.tuning.races import Entrant, Race, promising
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     compile_over_sets,
@@ -90,8 +90,8 @@ def measure(
 
     Plans of one graph race by the device's events. The fastest whose results agree with
     the reference, of each rewrite of the part, is then compared with XLA's code, each
-    with all its array work, in compiled programs. So do the contenders that were added, if
-    they agree, where the options leave it open who runs the part.
+    with all its array work, in compiled programs. So are the contenders that were
+    added, if they agree, where the options leave it open who runs the part.
 
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
@@ -245,7 +245,7 @@ class _Contest:
         if example_of is not None:
             example = _unless_it_fails(lambda: example_of(*sets[0]))
         compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
-        best: tuple[float, Step] | None = None
+        best: tuple[float, PartDecision] | None = None
         first_ratio: float | None = None
         for race, steps, (error_of, over_sets) in zip(
             races, ordered, compiled, strict=True
@@ -421,11 +421,11 @@ class _Contest:
                 before_each=self._check_time,
             )
 
-    def _in_order(self, race: Race) -> list[tuple[Step, float]]:
+    def _in_order(self, race: Race) -> list[tuple[PartDecision, float]]:
         """Return a race's plans as steps with their times, the fastest first."""
         return [
             (
-                Step(
+                PartDecision(
                     part=self._part,
                     legal=race.entrant.legal,
                     plan=plan,
@@ -439,10 +439,10 @@ class _Contest:
 
     def _agreed(
         self,
-        steps: Sequence[tuple[Step, float]],
+        steps: Sequence[tuple[PartDecision, float]],
         error_of: Callable[..., Any] | None,
         example: _Example | None,
-    ) -> tuple[Step | None, float]:
+    ) -> tuple[PartDecision | None, float]:
         """Return the fastest step that agrees with the reference, and its time.
 
         ``error_of`` is the program that says how far off the fastest of all is.
@@ -462,7 +462,9 @@ class _Contest:
         if self._options.plan.to_request():
             return  # which is about cuDNN's plans
         for contender, program in contenders.all_of(self._part):
-            step = Step(part=self._part, contender=contender.title, program=program)
+            step = PartDecision(
+                part=self._part, contender=contender.title, program=program
+            )
             run = functools.partial(_run_contender, step)
             with _failures_told(step):
                 us = self._time(self._compiled_over_sets(run), sets)
@@ -470,20 +472,20 @@ class _Contest:
                     yield contender.title, round(us, 2)
 
 
-def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def _run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_cudnn(step, operands)
 
 
-def _run_contender(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def _run_contender(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_contender(step, operands)
 
 
-def _digest_of(step: Step) -> str:
+def _digest_of(step: PartDecision) -> str:
     return "" if step.legal is None else digest_of(step.legal.graph)
 
 
 @contextmanager
-def _failures_told(step: Step) -> Iterator[None]:
+def _failures_told(step: PartDecision) -> Iterator[None]:
     """Say what a contender raises, and go on: it is not ours, and does not run."""
     try:
         yield
@@ -528,7 +530,7 @@ def _error_of(
 
 
 def _agrees(
-    step: Step, error_of: Callable[..., Any] | None, example: _Example | None
+    step: PartDecision, error_of: Callable[..., Any] | None, example: _Example | None
 ) -> bool:
     """Whether a step computes what is expected; one that does not is warned of."""
     if error_of is None:
