@@ -30,7 +30,7 @@ from jax_cudnn.lowering import (
     typed_like,
 )
 from jax_cudnn.ops.common.fusion import Fusion, Result
-from jax_cudnn.ops.common.outside import Beside
+from jax_cudnn.ops.common.score_independent import External
 from jax_cudnn.ops.common.tracing import (
     Made,
     Step,
@@ -46,7 +46,7 @@ _FLOATS = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read(Beside):
+class Read(External):
     """An array beside the contraction, of a view's rank, with 1 where it broadcasts."""
 
     value: Value
@@ -311,10 +311,10 @@ class Kernel:
         names, operands = [value], dict[Read, str]()
         rank = len(fusion.writer[value].dims)
 
-        def argument(x: int | float | Beside) -> str:
+        def argument(x: int | float | External) -> str:
             if isinstance(x, int):
                 return names[x]
-            if not isinstance(x, Beside):
+            if not isinstance(x, External):
                 return fusion.writer.constant(x, rank)
             assert isinstance(x, Read)
             if x not in operands:
