@@ -134,7 +134,7 @@ def max_pool(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/pooling.md lists what cuDNN plans on which GPU.
+      docs/pooling.md lists the supported configurations.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
@@ -221,7 +221,7 @@ def avg_pool(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/pooling.md lists what cuDNN plans on which GPU.
+      docs/pooling.md lists the supported configurations.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
