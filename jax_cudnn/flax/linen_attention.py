@@ -330,7 +330,7 @@ def _inputs(
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(
-                f"{name}: inputs_kv was passed beside inputs_k or inputs_v. It stands "
+                f"{name}: inputs_kv was passed with inputs_k or inputs_v. It stands "
                 "for both. Pass inputs_k and inputs_v."
             )
         warnings.warn(

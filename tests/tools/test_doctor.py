@@ -443,7 +443,7 @@ def test_a_gpu_that_nobody_measured() -> None:
     assert (finding.severity, finding.name) == ("note", "not-calibrated")
     assert finding.what == (
         "Nothing was measured on NVIDIA L4 (sm_89) with cuDNN 9.19: where nothing was "
-        'tuned, "auto" goes by the table of another GPU, or of another cuDNN.'
+        'tuned, "auto" uses the table of another GPU, or of another cuDNN.'
     )
     assert finding.fix == "`jax-cudnn calibrate` (five minutes) measures it."
     assert not _with_own(_OWN)
@@ -452,7 +452,7 @@ def test_a_gpu_that_nobody_measured() -> None:
         assert [each.name for each in _with_own(other)] == ["not-calibrated"]
     (finding,) = _with_own(replace(_OWN, cudnn=918))
     assert finding.name == "not-calibrated"
-    assert finding.what.endswith('"auto" goes by what was calibrated with cuDNN 9.18.')
+    assert finding.what.endswith('"auto" uses what was calibrated with cuDNN 9.18.')
     old = InstalledGpu(name="Tesla T4", sm_version=75, memory_bytes=2**34)
     assert [each.name for each in _with_own(gpu=old)] == ["old-gpu"]
 

@@ -168,7 +168,7 @@ def _too_large_for_f32(graph: Graph, node: Node) -> str:
         return ""
     return (
         f"i32 sums of {math.prod(window)} products of 8 bits: cuDNN writes them as "
-        "f32, which holds integers up to 2^24 only"
+        "f32, which represents integers up to 2^24 only"
     )
 
 

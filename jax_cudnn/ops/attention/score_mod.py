@@ -274,7 +274,7 @@ class _Writer:
             if mode == "log":
                 # Kernels compute 0/0 in a row of -inf.
                 raise UntraceableError(
-                    "it uses 'log', which may hide all keys of a row"
+                    "it uses 'log', which may mask all keys of a row"
                 )
             given = [self._word(x, words) for x in arguments]
             words.append(self._emit(mode, *given))
@@ -311,7 +311,7 @@ class _Writer:
         if id(value) not in self._roles:
             if len(self._roles) == len(OPERANDS):
                 raise UntraceableError(
-                    f"it reads more than {len(OPERANDS)} arrays beside the score"
+                    f"it reads more than {len(OPERANDS)} arrays in addition to the score"
                 )
             role = OPERANDS[len(self._roles)]
             self._kept.append(value)  # So that no other gets its id.

@@ -252,7 +252,7 @@ def _why_plain(dtypes: Dtypes, dtype: np.dtype, product: _Product) -> str:
         return ""
     return (
         f"lhs is {describe(lhs)}, rhs {describe(rhs)} and the result "
-        f"{dtype_name(dtype)}. Graphs have grouped products of {', '.join(FLOATS)}, "
+        f"{dtype_name(dtype)}. Graphs have grouped matmuls of {', '.join(FLOATS)}, "
         f"and of f8 with results of {', '.join(_F8_RESULTS)}."
     )
 

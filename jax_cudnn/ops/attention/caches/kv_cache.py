@@ -160,8 +160,8 @@ def update_pages(
         raise ValueError(
             f"{op}: pages is {describe(old)} and new {describe(tokens)}. They must be "
             f"({places.in_words('pages', 'tokens of a page')}) and "
-            f"({places.in_words('sequences', 'tokens')}), with the same axes beside "
-            "these."
+            f"({places.in_words('sequences', 'tokens')}), with the same other "
+            "axes."
         )
     table = check_integers(op, "page_table", page_table)
     sequences = tokens.shape[places.first]

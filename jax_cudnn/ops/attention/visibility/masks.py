@@ -375,7 +375,7 @@ def sorted_sentences(
     packings = [part for part in parts if part.is_packing]
     if len(packings) > 1:
         raise ValueError(
-            "sdpa: two masks say which sequences a row holds. Pass one Packed; "
+            "sdpa: two masks say which sequences a row contains. Pass one Packed; "
             "Segments may be combined with it."
         )
     lengths = _lengths(parts, s, t)
@@ -394,7 +394,7 @@ def sorted_sentences(
         bands = [part for part in parts if isinstance(part, Causal | Window)]
         raise ValueError(
             f"sdpa: {' & '.join(map(repr, bands))} show no key to any of {s} queries "
-            f"with {t} keys: those that one shows are hidden by another. {NO_BOUND}"
+            f"with {t} keys: each key that one allows is masked by another. {NO_BOUND}"
         )
     if band[1] == 0:
         given["is_causal"] = True
@@ -458,7 +458,7 @@ def _is_from_ends(packed: Any, parts: Sequence[Mask]) -> bool:
         return False  # There, both alignments mean the same.
     if len(found) > 1:
         raise ValueError(
-            "sdpa: causality and windows beside packed sequences have different "
+            "sdpa: causality and windows of packed sequences have different "
             "alignments. Give all of them one alignment."
         )
     return "bottom-right" in found

@@ -226,7 +226,7 @@ def _spans(
     n = counts.shape[1]
     if array.shape[1] not in (n, n + 1):
         raise ValueError(
-            f"Packed: {name} is {describe(array)} beside {n} lengths. Pass as many "
+            f"Packed: {name} is {describe(array)} with {n} lengths. Pass as many "
             "offsets as lengths, or one more."
         )
     if is_on_host(offsets, lengths):
