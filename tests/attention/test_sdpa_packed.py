@@ -643,7 +643,8 @@ def test_gradients_of_large_heads_are_a_mask_before_9_19(
     for legal in found:
         assert "query_offsets" not in legal.graph.inputs
         assert (
-            "the sequences of a row become a mask, in memory that grows with s*t: cuDNN "
+            "the sequences of a row become a mask, in memory that grows with s*t: "
+            "cuDNN "
             "9.14.0 computes wrong gradients of packed sequences with head sizes over "
             "128; 9.19 does not"
         ) in legal.notes
@@ -670,7 +671,8 @@ def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
     assert found
     for legal in found:
         assert (
-            "the sequences of a row become a mask, in memory that grows with s*t: dropout "
+            "the sequences of a row become a mask, in memory that grows with s*t: "
+            "dropout "
             "depends on the positions in whole rows"
         ) in legal.notes
 

@@ -241,7 +241,8 @@ def test_two_options_mean_what_both_mean(first: str, second: str) -> None:
     [
         (
             {"mask": masks.Packed(*_STARTS) & masks.Packed(*_STARTS)},
-            "two masks say which sequences a row contains. Pass one Packed; Segments may",
+            "two masks say which sequences a row contains. Pass one Packed; Segments "
+            "may",
         ),
         (
             {

@@ -53,7 +53,8 @@ def why_not_score_mod(editor: GraphEditor) -> list[str]:
         )
     if "key_lengths" in editor.tensors and _free_role(editor) is None:
         reasons.append(
-            f"score_mod reads {len(OPERANDS)} arrays in addition to the key lengths; a kernel "
+            f"score_mod reads {len(OPERANDS)} arrays in addition to the key lengths; a "
+            "kernel "
             f"takes {len(OPERANDS)}, the lengths included"
         )
     query = editor.tensors["query"].dtype

@@ -311,7 +311,8 @@ class _Writer:
         if id(value) not in self._roles:
             if len(self._roles) == len(OPERANDS):
                 raise UntraceableError(
-                    f"it reads more than {len(OPERANDS)} arrays in addition to the score"
+                    f"it reads more than {len(OPERANDS)} arrays in addition to the "
+                    "score"
                 )
             role = OPERANDS[len(self._roles)]
             self._kept.append(value)  # So that no other gets its id.

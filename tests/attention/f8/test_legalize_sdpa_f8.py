@@ -100,7 +100,8 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
         (
             {"window": (1, 1), "lengths": _BOTH},
             _HOPPER,
-            "the window [1, 1] leaves queries without a key, or is combined with lengths; "
+            "the window [1, 1] leaves queries without a key, or is combined with "
+            "lengths; "
             "cuDNN's f8 attention has no mask for it",
         ),
         (
