@@ -259,7 +259,7 @@ def f8_attributes(op: str, given: AttentionCall, operands: Operands) -> SdpaAttr
     counts = TokenCounts(s, operands.key_count)
     with on_behalf_of(op, "sdpa"):
         checked = given.attributes(
-            given.hiding("sdpa"), counts, d, np.dtype(np.float32)
+            given.visibility("sdpa"), counts, d, np.dtype(np.float32)
         )
     return SdpaAttributes(**checked.common())
 

@@ -27,7 +27,7 @@ from jax_cudnn.graph import AttentionAttributes
 from jax_cudnn.ops.attention.operands import check_scale
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize, bounds_of, check_window
-from jax_cudnn.ops.attention.visibility.hiding import Hiding
+from jax_cudnn.ops.attention.visibility.joining import Visibility
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import check_flag, options
 
@@ -143,9 +143,9 @@ class AttentionCall:
         """Return how to run the call, completed by the settings in force."""
         return options(op, self.implementation, self.plan)
 
-    def hiding(self, op: str) -> Hiding:
+    def visibility(self, op: str) -> Visibility:
         """Return the arguments that hide keys or move scores."""
-        return Hiding(
+        return Visibility(
             bias=self.bias,
             mask=self.mask,
             is_causal=check_flag(op, "is_causal", self.is_causal),
@@ -155,21 +155,21 @@ class AttentionCall:
         )
 
     def attributes(
-        self, hiding: Hiding, counts: TokenCounts, d: int, dtype: np.dtype
+        self, visibility: Visibility, counts: TokenCounts, d: int, dtype: np.dtype
     ) -> AttentionAttributes:
         """Return the options that are part of a graph, checked.
 
         Args:
-          hiding: the call's own, or those that also say what its mask says.
+          visibility: the call's own arguments, or those with its mask included.
           counts: of the whole sequences.
           d: the head size of queries and keys.
           dtype: in which scores are scaled: that of the operands, or f32.
         """
         return AttentionAttributes(
             scale=check_scale(self.scale, d, dtype),
-            is_causal=hiding.is_causal,
+            is_causal=visibility.is_causal,
             window=check_window(
-                hiding.local_window_size, *counts, is_causal=hiding.is_causal
+                visibility.local_window_size, *counts, is_causal=visibility.is_causal
             ),
         )
 

@@ -34,13 +34,13 @@ from jax_cudnn.ops.attention.visibility.bands import (
     closed,
     is_empty,
 )
-from jax_cudnn.ops.attention.visibility.sentences import (
+from jax_cudnn.ops.attention.visibility.predicates import (
     InBand,
     InBlocks,
     InPrefix,
     Overrun,
+    Predicate,
     SameSegment,
-    Sentence,
     Tokens,
 )
 from jax_cudnn.ops.common.arguments import (
@@ -354,8 +354,8 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     positions count from the ends of these, and `overrun`, where they count from the
     ends of caches.
     """
-    given, sentences = sorted_sentences(mask, s, t)
-    conditions = [x.seen(Tokens(s), Tokens(t)) for x in sentences]
+    given, predicates = sorted_predicates(mask, s, t)
+    conditions = [x.seen(Tokens(s), Tokens(t)) for x in predicates]
     if "mask" in given:
         conditions.append(given["mask"])
     if conditions:
@@ -363,12 +363,12 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     return given
 
 
-def sorted_sentences(
+def sorted_predicates(
     mask: Mask, s: int, t: int
-) -> tuple[dict[str, Any], list[Sentence]]:
-    """Return the same, with the sentences that no argument stands for beside it.
+) -> tuple[dict[str, Any], list[Predicate]]:
+    """Split a mask into arguments of sdpa, and predicates that none expresses.
 
-    The `mask` among the arguments is that of the sentences that are arrays.
+    The `mask` among the arguments is that of the predicates that are arrays.
     """
     parts = [*mask._parts()]
     given: dict[str, Any] = {}
@@ -412,18 +412,18 @@ def sorted_sentences(
         is_double = any(x.dtype == jnp.float64 for x in biases)
         wide = jnp.float64 if is_double else jnp.float32
         given["bias"] = _combined("biases", jnp.add, [x.astype(wide) for x in biases])
-    sentences = [
+    predicates = [
         make(part, s, t)
         for part in parts
-        if (make := _SENTENCES.get(type(part))) is not None
+        if (make := _PREDICATES.get(type(part))) is not None
     ]
     if at_ends != (None, None):
         ends = _ends(lengths, s, t)
         if (at_end := _at_ends(at_ends, *ends, s, t)) is not None:
-            sentences.append(at_end)
+            predicates.append(at_end)
         if "key_value_seq_lengths" in lengths:
             given["overrun"] = Overrun(*ends, *at_ends, most=s, room=t)
-    return given, sentences
+    return given, predicates
 
 
 def _combined(
@@ -516,7 +516,7 @@ def _at_ends(
     queries: jax.Array,
     s: int,
     t: int,
-) -> Sentence | None:
+) -> Predicate | None:
     """Return a band around the ends of caches; None if it hides nothing."""
     left, right = band
     # The last query has no key after it. All that a query sees is in the cache, or else
@@ -561,7 +561,7 @@ def _clipped(name: str, lengths: ArrayLike, size: int) -> jax.Array:
     return clipped(_integers(name, lengths), size)
 
 
-def _segments(part: Segments, s: int, t: int) -> Sentence:
+def _segments(part: Segments, s: int, t: int) -> Predicate:
     query = _integers("Segments.query", part.query)
     key = query if part.key is None else _integers("Segments.key", part.key)
     for name, ids, size in (("query", query, s), ("key", key, t)):
@@ -573,7 +573,7 @@ def _segments(part: Segments, s: int, t: int) -> Sentence:
     return SameSegment(*(jnp.reshape(x, in_front(x.shape, 2)) for x in (query, key)))
 
 
-def _prefix(part: Prefix, s: int, t: int) -> Sentence:
+def _prefix(part: Prefix, s: int, t: int) -> Predicate:
     del s
     length = _integers("Prefix.length", part.length)
     if length.ndim > 1:
@@ -584,7 +584,7 @@ def _prefix(part: Prefix, s: int, t: int) -> Sentence:
     return InPrefix(jnp.reshape(clipped(length, t), (-1,)))
 
 
-def _blocks(part: Blocks, s: int, t: int) -> Sentence:
+def _blocks(part: Blocks, s: int, t: int) -> Predicate:
     table = _bools("Blocks.table", part.table)
     lengths = {2: s, 3: t}
     sizes = dict(zip(lengths, part._sizes, strict=True))
@@ -598,7 +598,7 @@ def _blocks(part: Blocks, s: int, t: int) -> Sentence:
     return InBlocks(table, part._sizes)
 
 
-_SENTENCES: dict[type, Callable[..., Sentence]] = {
+_PREDICATES: dict[type, Callable[..., Predicate]] = {
     Segments: _segments,
     Prefix: _prefix,
     Blocks: _blocks,
