@@ -53,7 +53,7 @@ class PlanOptions:
       workspace_limit_bytes: the most scratch memory that one kernel may use. Default
         None: any.
       deterministic: whether equal operands must give equal bits each time. Refuses
-        the note "NONDETERMINISTIC", and asks for attention's deterministic gradient.
+        the note "NONDETERMINISTIC", and requests attention's deterministic gradient.
         Default False.
       reduced_precision_reduction: whether a kernel may add up in 16 bits, which loses
         digits. Default False: all sums are float32, and the note

@@ -45,7 +45,7 @@ def inspect(
     Args:
       function: a function, jitted (by ``jax.jit`` or ``nnx.jit``) or not. It can also
         be a traced or lowered program, ``jitted.trace(...)`` or ``jitted.lower(...)``,
-        without arguments. A lowered program holds the calls that were decided on when
+        without arguments. A lowered program contains the calls that were decided when
         it was lowered.
       *args: arrays or ``jax.ShapeDtypeStruct``, and trees of them, such as a module.
         Anything else (``True``, ``"gelu"``, a number) is passed on unchanged. A jitted

@@ -38,9 +38,9 @@ _THREADS = min(16, os.cpu_count() or 1)
 class Warmup:
     """The result of ``warmup``: how many distinct plans, and where they came from.
 
-    ``built`` counts the plans that cuDNN was asked for, including those that it refused
-    and whose part XLA will run. ``from_disk`` counts the plans that the cache folder
-    had. The process already had the rest.
+    ``built`` counts the plans that cuDNN built or refused; XLA runs the parts of refused
+    plans. ``from_disk`` counts the plans that the cache folder had. The process already
+    had the rest.
     """
 
     plans: int
@@ -136,8 +136,8 @@ def save(
 def load(path: str | Path) -> Shipment:
     """Use the plans and choices of a file that ``save`` wrote, from now on.
 
-    A plan file holds native code, which will run on the GPU and in this process: load
-    only what comes from someone you trust. Nothing is ever loaded unasked.
+    A plan file contains native code, which will run on the GPU and in this process:
+    load only what comes from someone you trust. Nothing is ever loaded unasked.
 
     Raises:
       LibraryError: the file was made for another GPU or with other versions, which the

@@ -178,7 +178,7 @@ def sdpa(
       Hopper's f8 tensor cores accumulate in fewer bits than f32: on an H200 (9.19),
       with scores of standard deviation 8.4, log-sum-exps had errors of up to 0.015.
 
-      XLA computes in bf16. Keys past their length must not hold inf or NaN.
+      XLA computes in bf16. Keys past their length must not be inf or NaN.
 
       The examples of a vmap are folded into the batch if they share the scales and no
       amax is returned. Otherwise each example is a call.

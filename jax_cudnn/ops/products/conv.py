@@ -87,7 +87,7 @@ def conv(
     r"""Return a convolution with its epilogue, through cuDNN on NVIDIA GPUs.
 
     Takes the arguments of :func:`jax.lax.conv_general_dilated` with the same meaning,
-    so that it can replace that function; window_strides and padding may be left out.
+    so that it can replace that function; window_strides and padding are optional.
     For each image n and out channel o,
 
     .. math::

@@ -56,7 +56,7 @@ def gated_matmul(
     the result's dtype, in f16 to infinity beyond 65504. The second computes the other
     product and all the rest. An activation that cuDNN does not have is applied to the
     first product before it is rounded. So is any where the products are not floats of
-    one dtype. cuDNN also takes both products in one graph, but is not faster that way
+    one dtype. cuDNN also takes both matmuls in one graph, but is not faster that way
     (docs/benchmarks/where_to_fuse.md, an H200 with 9.19). Transformations, dtypes and
     errors are those of :func:`jax_cudnn.matmul`.
 

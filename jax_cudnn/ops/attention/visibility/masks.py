@@ -61,7 +61,7 @@ class Mask:
     """A condition on which keys a query may see.
 
     ``first & second`` allows what both allow. Pass a mask to :func:`jax_cudnn.sdpa` as
-    `mask`; the other arguments that hide keys add to it.
+    `mask`; the other arguments that mask keys are combined with it.
     """
 
     _arrays: ClassVar[tuple[str, ...]] = ()
@@ -308,7 +308,7 @@ class Where(Mask):
 
 @mask_class
 class Additive(Mask):
-    """Numbers that are added to the scores; -inf hides a key.
+    """Numbers that are added to the scores; -inf masks a key.
 
     Attributes:
       bias: broadcasts to (b, h, s, t). Differentiable.
