@@ -38,9 +38,9 @@ _THREADS = min(16, os.cpu_count() or 1)
 class Warmup:
     """The result of ``warmup``: how many distinct plans, and where they came from.
 
-    ``built`` counts the plans that cuDNN built or refused; XLA runs the parts of refused
-    plans. ``from_disk`` counts the plans that the cache folder had. The process already
-    had the rest.
+    ``built`` counts the plans that cuDNN built or refused; XLA runs the parts whose
+    plans it refused. ``from_disk`` counts the plans that the cache folder had. The
+    process already had the rest.
     """
 
     plans: int
