@@ -519,7 +519,7 @@ def _check_kernel(
         for each, xs in ((graph, operands), (backward.graph, of_gradient)):
             want = evaluate(each, xs)
             first, *others = legalize(each, _HOPPER).candidates
-            assert [n for legal in others for n in legal.notes if "are a mask" in n]
+            assert [n for legal in others for n in legal.notes if "become a mask" in n]
             legal = others[0] if as_mask else first
             assert from_json(to_json(legal.graph)) == legal.graph
             changed = legal.before(xs)
@@ -633,7 +633,7 @@ def test_gradients_of_large_heads_are_a_mask_before_9_19(
     rows = dataclasses.replace(_MIXED, d=d, e=e)
     options = {"with_gradient": with_gradient, "with_lse": with_lse}
     first, *others = _legal_graphs(rows, _HOPPER, **options)
-    assert not any("are a mask" in note for note in first.notes)
+    assert not any("become a mask" in note for note in first.notes)
     assert "query_offsets" in first.graph.inputs
     found = _legal_graphs(rows, _WITH_9_14, **options)
     if not is_wrong:
