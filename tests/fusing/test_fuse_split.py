@@ -220,7 +220,7 @@ def test_text_tells_kernels_and_the_rest_with_lines() -> None:
     place = rf"test_fuse_split.py:{line} \(.*layer\)"
     assert re.search(rf"  dot_general +f32\[5,12\] +{place}", text)
     assert re.search(rf"  relu +f32\[5,12\] +{place}", text)
-    assert re.search(r"  reduce_sum +f32\[5\] .*XLA fuses sums", text)
+    assert re.search(r"  reduce_sum +f32\[5\] .*XLA fuses reductions", text)
 
 
 def test_picture_has_a_frame_for_each_kernel() -> None:
