@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 
 from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.kinds import is_anchor, kind_named, roles_in
-from jax_cudnn.graph.pointwise import is_extreme
+from jax_cudnn.graph.pointwise import is_max_or_min
 from jax_cudnn.graph.shapes import check_tensors, letters_of
 from jax_cudnn.graph.spec import Graph, Node
 from jax_cudnn.graph.walks import readers
@@ -126,7 +126,7 @@ class _Reader:
         partial = self._partial(axes, numbers)
         whole |= _read_partial(self._graph, self._kernel, partial)
         # Devices add up their shares, and nothing else.
-        for node in filter(is_extreme, self._graph.nodes):
+        for node in filter(is_max_or_min, self._graph.nodes):
             whole |= set().union(*(partial[name] for _, name in node.outputs))
         return Factors(
             sizes=tuple(
