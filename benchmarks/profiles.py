@@ -69,10 +69,11 @@ class Look:
 
 
 class Event(NamedTuple):
-    """What ran on the GPU: its name, and for how many nanoseconds."""
+    """What ran on the GPU: its name, and from when and for how many nanoseconds."""
 
     name: str
     duration: float
+    start: float = 0.0
 
 
 def recorded(contender: Contender) -> list[Event]:
@@ -86,16 +87,16 @@ def recorded(contender: Contender) -> list[Event]:
         return list(events(file))
 
 
-def events(file: Path) -> Iterator[Event]:
-    """Yield what ran on a GPU, given the profiler's file."""
+def events(file: Path, device: str = "/device:GPU") -> Iterator[Event]:
+    """Yield what ran on GPUs whose names begin so, given the profiler's file."""
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        if not plane.name.startswith("/device:GPU"):
+        if not plane.name.startswith(device):
             continue
         for line in plane.lines:
             # The others repeat these, by modules and operations of XLA.
             if line.name.startswith("Stream"):
                 for each in line.events:
-                    yield Event(each.name, each.duration_ns)
+                    yield Event(each.name, each.duration_ns, each.start_ns)
 
 
 def summary(found: Sequence[Event], count: int) -> Row:

@@ -68,6 +68,13 @@ def common_parser(
         "of 4096 and more on GPUs with f8 units",
     )
     add(
+        "--reduce-dtype",
+        choices=("f32", "operands"),
+        default="f32",
+        help="the dtype in which devices add up their shares of a product: f32 "
+        "(default), or that of its operands, which sends half as much in bfloat16",
+    )
+    add(
         "--text",
         type=Path,
         metavar="PATH",

@@ -2,6 +2,7 @@
 """Defines the settings that decide the numbers of a run, for any of the models."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 BYTES = 256  # the text is read byte by byte
 
@@ -21,6 +22,7 @@ class Settings:
     seed: int = 0
     baseline: bool = False
     f8: bool = False  # the products of the blocks
+    reduce_dtype: Literal["f32", "operands"] = "f32"  # of sums over devices
 
     @property
     def tokens_per_step(self) -> int:

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_cudnn import plans
 from language.optimizer import make_optimizer
 from language.task import Task
 from language.text import Rows
@@ -86,7 +87,8 @@ class Trainer:
             donate_argnums=0,
             out_shardings=(self._places, self._whole),
         )
-        return step.trace(self.shapes, arrays)
+        with plans.using(reduce_dtype=settings.reduce_dtype):
+            return step.trace(self.shapes, arrays)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         value, gradient = self.gradient(state.params, batch)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 
 from jax_cudnn import native
@@ -27,6 +28,13 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 
 _log = logging.getLogger("jax_cudnn")
+
+# The XLA of JAX 0.11.2 runs a custom call of a loop's body twice if its results are both
+# stacked over the turns and read in the body, as attention's are in a scan over layers:
+# it moves a copy of the call into the fusion that stacks them. It moves none from behind
+# a barrier. JAX 0.11.1 and 0.12 do not repeat calls
+# (https://github.com/openxla/xla/pull/45799).
+_REPEATS_STACKED_CALLS = jaxlib.version.__version__ == "0.11.2"
 
 
 def cuda_program(graph: Graph, options: Options) -> Callable[..., Sequence[jax.Array]]:
@@ -190,6 +198,8 @@ def _launch(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.A
             sm_version=np.int64(target.sm_version if target else 0),
             cudnn_version=np.int64(target.cudnn_version if target else 0),
         )
+    if _REPEATS_STACKED_CALLS:
+        returned = jax.lax.optimization_barrier(tuple(returned))
     # Inside shard_map they vary as the operands do; loops after the call insist on it.
     aligned = _jax.align_varying([*operands, *returned])[len(operands) :]
     return aligned[: len(graph.outputs)]

@@ -33,7 +33,11 @@ _ALIGNED = {"d": 16, "e": 24}
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower as on a machine without a GPU, also where there is one."""
+    """Lower as on a machine without a GPU, also where there is one.
+
+    Whatever JAX this is, calls are lowered as for one that repeats none.
+    """
+    monkeypatch.setattr(cuda, "_REPEATS_STACKED_CALLS", False)
     decision._decide.cache_clear()
     cuda._say_once.cache_clear()
     decision._say_stale_once.cache_clear()
@@ -185,6 +189,15 @@ def test_a_residual_is_a_second_result_in_f32(draw: Draw) -> None:
     (call,) = _calls(_text(function, *_operands(draw)))
     _check_call(call)
     assert call.result_types == ["tensor<2x5x6x24xbf16>", "tensor<2x6x5x1xf32>"]
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_results_lie_behind_a_barrier_for_the_xla_that_repeats_calls(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch, draw: Draw
+) -> None:
+    monkeypatch.setattr(cuda, "_REPEATS_STACKED_CALLS", repeats)
+    text = _text(sdpa, *_operands(draw))
+    assert ("optimization_barrier" in text) == repeats
 
 
 def test_a_gradient_is_two_calls(draw: Draw) -> None:

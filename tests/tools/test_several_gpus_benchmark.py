@@ -166,8 +166,14 @@ def test_contenders_train_llama_on_one_state_in_turns(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "llama.json").read_text())["rows"]
     names = [row["contender"] for row in rows]
-    assert names == ["plain JAX", "jax_cudnn", "jax_cudnn, f8"]  # no GPU: none is tuned
-    for row, bound in zip(rows, (0, 1e-4, 0.01), strict=True):
+    # Without a GPU none is tuned.
+    assert names == [
+        "plain JAX",
+        "jax_cudnn",
+        "jax_cudnn, sums in f32",
+        "jax_cudnn, f8",
+    ]
+    for row, bound in zip(rows, (0, 1e-4, 1e-4, 0.01), strict=True):
         assert row["loss_share"] <= bound
         assert row["losses"][-1] < row["losses"][0]
         assert row["collectives"]["all-gather"] > 0
@@ -185,3 +191,17 @@ def test_losses_of_llama_that_differ_fail(benchmark_module):
     for losses in ([2.1, 1.0], [2.0, float("nan")]):
         with pytest.raises(RuntimeError, match="are not those of plain JAX"):
             llama.check(losses, [2.0, 1.0])
+    # A spike that lies a step later.
+    spikes = [2.0, 1.2, 1.0], [2.0, 1.0, 1.2]
+    assert llama.check(*spikes, f8=True) == pytest.approx(0.2)
+    for losses in ([2.1, 1.2, 0.9], [2.0, 1.4, 1.2], [2.0, float("nan"), 1.0]):
+        with pytest.raises(RuntimeError, match="are not those of plain JAX"):
+            llama.check(losses, spikes[1], f8=True)
+
+
+def test_time_that_events_cover_is_counted_once(benchmark_module):
+    del benchmark_module  # It finds the folder of the benchmarks.
+    llama = importlib.import_module("benchmarks.llama")
+    spans = [(5.0, 2.0), (0.0, 3.0), (1.0, 1.0), (6.0, 4.0)]
+    events = [llama.Event("kernel", length, start) for start, length in spans]
+    assert llama.covered(events) == 3 + 5
