@@ -400,7 +400,7 @@ def _environment(facts: Facts) -> Iterator[Finding]:
             "f32 matmuls are not rounded to TF32, whatever the program requests, and "
             "are several times slower"
             if override == "0"
-            else "f32 products are rounded to TF32, whatever the program asks for"
+            else "f32 matmuls are rounded to TF32, whatever the program asks for"
         )
         yield Finding(
             severity="warning",

@@ -417,7 +417,7 @@ def test_a_library_that_cudnn_opens_is_missing(cuda: int, wheel: str) -> None:
 def test_tf32_that_is_overridden(value: str, told: str) -> None:
     finding = _only(environment=(("NVIDIA_TF32_OVERRIDE", value),))
     assert (finding.severity, finding.name) == ("warning", "tf32-override")
-    assert f"NVIDIA_TF32_OVERRIDE={value}: f32 products {told}" in finding.what
+    assert f"NVIDIA_TF32_OVERRIDE={value}: f32 matmuls {told}" in finding.what
 
 
 def test_a_log_that_slows() -> None:
