@@ -29,12 +29,12 @@ from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 
 _log = logging.getLogger("jax_cudnn")
 
-# The XLA of JAX 0.11.2 runs a custom call of a loop's body twice if its results are both
-# stacked over the turns and read in the body, as attention's are in a scan over layers:
-# it moves a copy of the call into the fusion that stacks them. It moves none from behind
-# a barrier. JAX 0.11.1 and 0.12 do not repeat calls
-# (https://github.com/openxla/xla/pull/45799).
-_REPEATS_STACKED_CALLS = jaxlib.version.__version__ == "0.11.2"
+# The XLA of JAX 0.11.2 runs a custom call of a loop's body twice if its results are
+# both stacked over the turns and read in the body, as attention's are in a scan over
+# layers: it moves a copy of the call into the fusion that stacks them. It moves none
+# from behind a barrier. JAX 0.11.1 and 0.12 do not repeat calls
+# (https://github.com/openxla/xla/pull/45799). _REPEATS_STACKED_CALLS =
+# jaxlib.version.__version__ == "0.11.2"
 
 
 def cuda_program(graph: Graph, options: Options) -> Callable[..., Sequence[jax.Array]]:
