@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times causal convolutions with bias and silu, forward and with all gradients.
 
-    python -m benchmarks.causal_conv1d --out docs/benchmarks
+    python -m benchmarks.causal_conv1d --out docs/internals/measured
 
 times, on one GPU, cuDNN's function and XLA's code for `jax_cudnn.causal_conv1d`, the
 same as a depthwise `jax_cudnn.conv` and in plain JAX: as a convolution of JAX's, and as
@@ -24,7 +24,7 @@ from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from benchmarks.timing import Contender, compare
 
-_DATA, _PAGE = "causal_conv1d.json", "causal_conv1d.md"
+_NAME = "causal_conv1d"
 _BYTES_PER_US = 3.0e6
 # Arrays of x's size: x and y; and again x, with the cotangent and x's gradient.
 _ARRAYS = {"forward": 2, "with gradients": 5}
@@ -201,7 +201,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Causal convolutions",
         "",
-        "Printed by `python -m benchmarks.causal_conv1d --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.causal_conv1d --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Times of `jax_cudnn.causal_conv1d` with bias and silu, by cuDNN's function",
@@ -227,7 +228,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 import argparse
 import gc
 import re
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,15 @@ from benchmarks.contest import (
     measure,
     reason,
 )
-from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.records import (
+    add_part,
+    gpu_of,
+    kept_rows,
+    locked,
+    on_this_gpu,
+    part_of,
+    write_records,
+)
 from benchmarks.report import environment, last_run_text
 from benchmarks.tokamax_side import tokamax
 from benchmarks.torch_side import torch
@@ -50,6 +59,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     made.add_argument("--only", default="", help="a regular expression of cells; the "
                       "others in the file are kept")  # fmt: skip
+    add_part(made)
     made.add_argument("--list", action="store_true", help="print the cells' names")
     made.add_argument("--no-tuning", action="store_true")
     made.add_argument("--no-torch", action="store_true")
@@ -69,6 +79,7 @@ def run(
     Exits with an error if a contender of ours failed or was wrong.
     """
     wanted = [cell for cell in cells if re.search(options.only, cell.name)]
+    wanted = part_of(wanted, options)
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
@@ -76,10 +87,8 @@ def run(
     untuned = shipped()
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
-    data: dict[str, Any] = {
-        "environment": versions,
-        "rows": _kept(report, cells, options),
-    }
+    if len(wanted) == len(cells):
+        (options.out / f"{report.name}.json").unlink(missing_ok=True)
     start = time.monotonic()
     failed: list[str] = []
     for cell in wanted:
@@ -87,10 +96,8 @@ def run(
         measured = on_this_gpu(_measured(cell, settings, untuned), versions)
         failed += [_failure(row) for row in measured if _is_our_failure(row)]
         _show(measured)
-        _put(data["rows"], measured, cells)
         # Each time, so that a run that is cut off leaves what it measured.
-        write_records(options.out / f"{report.name}.json", data)
-        (options.out / f"{report.name}.md").write_text(markdown(report, data))
+        _write(report, options.out, versions, measured, cells)
         gc.collect()
         if settings.with_torch:
             torch_side.forget_compiled()
@@ -154,20 +161,27 @@ def _key(row: dict[str, Any]) -> tuple[str, str]:
     return row.get("operation", ""), row.get("size", "")
 
 
-def _kept(report: Report, cells: Sequence[Cell], options: argparse.Namespace) -> Rows:
-    """Return the rows of the file that is there, where only some cells are measured."""
-    if not options.only:
-        return []
-    known = {(cell.operation, cell.size) for cell in cells}
-    kept = kept_rows(options.out / f"{report.name}.json")
-    return [row for row in kept if _key(row) in known]
+def _write(
+    report: Report,
+    folder: Path,
+    versions: dict[str, str],
+    measured: Rows,
+    cells: Sequence[Cell],
+) -> None:
+    """Replace the rows of a cell, in the order of the cells, and write the page.
 
-
-def _put(rows: Rows, measured: Rows, cells: Sequence[Cell]) -> None:
-    """Replace the rows of a cell, in the order of the cells."""
+    The folder is locked, since other processes may do the same meanwhile.
+    """
+    file = folder / f"{report.name}.json"
     order = [(cell.operation, cell.size) for cell in cells]
-    others = [row for row in rows if _key(row) != _key(measured[0])]
-    rows[:] = sorted(others + measured, key=lambda row: order.index(_key(row)))
+    new = _key(measured[0])
+    with locked(folder):
+        known = [row for row in kept_rows(file) if _key(row) in order]
+        rows = [*(row for row in known if _key(row) != new), *measured]
+        rows.sort(key=lambda row: order.index(_key(row)))
+        data = {"environment": versions, "rows": rows}
+        write_records(file, data)
+        (folder / f"{report.name}.md").write_text(markdown(report, data))
 
 
 # --- the page -------------------------------------------------------------------------
@@ -224,6 +238,9 @@ def _summary(rows: Rows) -> Iterator[str]:
         own = [row for row in judged if row["contender"] == name]
         missed = [row for row in own if not verdict(row).endswith(" met")]
         told = f"- `{name}` meets {len(own) - len(missed)} of {len(own)} goals."
+        if ratios := [row["ratio"] for row in own if "ratio" in row]:
+            mean = statistics.geometric_mean(ratios)
+            told += f" The geometric mean of its ratios is {mean:.2f}."
         if missed:
             names = "; ".join(f"{_place(row)} {_short(row)}" for row in missed)
             told += f" Missed: {names}."

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the ways of writing convolutions in groups, and XLA's code.
 
-    python -m benchmarks.conv_groups --out docs/benchmarks
+    python -m benchmarks.conv_groups --out docs/internals/measured
 
 times convolutions in groups and their gradients on one GPU, as ResNeXts, RegNets and
 ShuffleNets have them: in each way of writing them (legalize/products/conv_groups.py),
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.conv_ways import (
     Cell,
+    is_like,
     measured_ways,
     tables_beside_xla,
 )
@@ -24,7 +25,7 @@ from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.legalize import Legal
 from jax_cudnn.policy.nearest import LOSS
 
-_DATA, _PAGE = "conv_groups.json", "conv_groups.md"
+_NAME = "conv_groups"
 _WAYS = ("as it is", "flipped", "padded", "merged", "one group")
 
 
@@ -90,8 +91,10 @@ def cells(*, small: bool) -> list[Cell]:
     ]
 
 
-def _way_of(legal: Legal) -> str:
-    """Return the name of a way of writing a convolution."""
+def _way_of(legal: Legal, first: Legal) -> str:
+    """Return the name of a way of writing a convolution; "" for another kernel."""
+    if not is_like(legal, first):
+        return ""
     told = {
         "groups are merged into 1": "one group",
         "groups are merged": "merged",
@@ -133,7 +136,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Convolutions in groups",
         "",
-        "Printed by `python -m benchmarks.conv_groups --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.conv_groups --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "cuDNN has fast engines for groups of 8, 16, 32, 64 and 128 channels, as many",
@@ -151,7 +155,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, cells, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cells, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times convolutions of few channels as they are, rewritten, and by XLA.
 
-    python -m benchmarks.conv_ways --out docs/benchmarks
+    python -m benchmarks.conv_ways --out docs/internals/measured
 
 times convolutions of few channels and their gradients on one GPU: as they are and as
 they are rewritten (legalize/products/conv_channels.py, conv_pairs.py), each by cuDNN's
@@ -41,7 +41,7 @@ from jax_cudnn.tuning.stopwatch import (
 )
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "conv_ways.json", "conv_ways.md"
+_NAME = "conv_ways"
 _PLANS = 10
 # Microseconds by way and plan.
 Times = Mapping[str, float]
@@ -127,11 +127,12 @@ def cells(*, small: bool) -> list[Cell]:
 class _Kernel:
     """A kernel with its programs, and cuDNN's plans in each way of writing it.
 
-    ``way_of`` is the name of a way. Of two of one name the first counts.
+    ``way_of`` is the name of a way, "" of one that is not measured. Of two of one name
+    the first counts.
     """
 
     def __init__(
-        self, part: Graph, target: Target, way_of: Callable[[Legal], str]
+        self, part: Graph, target: Target, way_of: Callable[[Legal, Legal], str]
     ) -> None:
         self.part, self._target, self._way_of = part, target, way_of
         self._operands = OperandSets(part, local_device())
@@ -143,10 +144,8 @@ class _Kernel:
         """Build plans and compile programs; may run in a thread."""
         ways = ranked(self.part, self._target)
         for way in ways:
-            legal, name = way.legal, self._way_of(way.legal)
-            # What has the contraction alone counts if it comes first.
-            is_like_first = len(legal.graph.nodes) == len(ways[0].legal.graph.nodes)
-            if name in self.plans or not is_like_first:
+            legal, name = way.legal, self._way_of(way.legal, ways[0].legal)
+            if not name or name in self.plans:
                 continue
             if built := first_plans(legal.graph, _PLANS, way.preference):
                 self.plans[name] = legal, built
@@ -213,8 +212,13 @@ def is_merged(legal: Legal) -> bool:
     return any("are merged" in note for note in legal.notes)
 
 
-def _way_of(legal: Legal) -> str:
-    return _WAYS[is_rewritten(legal)]
+def is_like(legal: Legal, first: Legal) -> bool:
+    """Whether as much is in the kernel as in that of the first way."""
+    return len(legal.graph.nodes) == len(first.graph.nodes)
+
+
+def _way_of(legal: Legal, first: Legal) -> str:
+    return _WAYS[is_rewritten(legal)] if is_like(legal, first) else ""
 
 
 def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
@@ -231,7 +235,7 @@ def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
 
 
 def measured_ways(
-    parts: Sequence[Graph], way_of: Callable[[Legal], str]
+    parts: Sequence[Graph], way_of: Callable[[Legal, Legal], str]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel, with its times in each way of writing it."""
     local = local_target()
@@ -345,7 +349,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Convolutions of few channels",
         "",
-        "Printed by `python -m benchmarks.conv_ways --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.conv_ways --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "cuDNN's kernels load 8 channels or more at once. Where x has fewer, it is",
@@ -364,7 +369,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, cells, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cells, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times products with cuBLASLt's epilogues beside cuDNN's plans and XLA's code.
 
-    python -m benchmarks.cublaslt --out docs/benchmarks
+    python -m benchmarks.cublaslt --out docs/internals/measured
 
 times products of the sizes of GPT-2, ViT-B, BERT-large and Llama with what models put
 around them, and f8 products in each layout, on one GPU, and writes cublaslt.json and
@@ -33,7 +33,7 @@ from jax_cudnn.plans import PlanOptions, autotune
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "cublaslt.json", "cublaslt.md"
+_NAME = "cublaslt"
 _NAMES = ("auto", "fastest", "cudnn", "xla", "product")
 _BYTES_PER_US = 3.0e6  # of an H100's memory; a copy of two large arrays takes so long
 _OTHERS = PlanOptions(denied_engines=(CUBLASLT_ENGINE,))
@@ -302,7 +302,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Products by cuBLASLt",
         "",
-        "Printed by `python -m benchmarks.cublaslt --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.cublaslt --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         'Microseconds of bf16 and f8 products. "auto" is what runs untuned, "cudnn"',
@@ -330,4 +331,4 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the ways of writing depthwise convolutions, and XLA's code.
 
-    python -m benchmarks.depthwise --out docs/benchmarks
+    python -m benchmarks.depthwise --out docs/internals/measured
 
 times depthwise convolutions and their gradients on one GPU, as MobileNets,
 EfficientNets, ConvNeXts and models of sequences have them: as they are, rewritten
@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.conv_ways import (
     Cell,
+    is_like,
     is_merged,
     measured_ways,
     tables_beside_xla,
@@ -23,8 +24,10 @@ from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.legalize import Legal
 
-_DATA, _PAGE = "depthwise.json", "depthwise.md"
+_NAME = "depthwise"
 _WAYS = ("as it is", "rewritten", "merged")
+# With what follows in the kernel, too.
+_FUSED = "fused"
 
 
 def _cell(images: tuple[int, ...], window: int, step: int = 1, **more: Any) -> Cell:
@@ -78,19 +81,24 @@ def cells(*, small: bool) -> list[Cell]:
     ]
 
 
-def way_of(legal: Legal) -> str:
+def way_of(legal: Legal, first: Legal) -> str:
     """Return the name of a way of writing a convolution."""
-    if is_merged(legal):
-        return "merged"
     told = ("is a convolution to cuDNN", "the gradient is of windows")
     is_rewritten = any(words in note for note in legal.notes for words in told)
-    return "rewritten" if is_rewritten else "as it is"
+    name = "merged" if is_merged(legal) else _WAYS[is_rewritten]
+    return name if is_like(legal, first) else f"{name}, {_FUSED}"
 
 
 def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel."""
     parts = [part for cell in found for part in cell.parts()]
     yield from measured_ways(parts, way_of)
+
+
+def _fused_ways(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the fused ways that were measured."""
+    ways = (f"{way}, {_FUSED}" for way in _WAYS)
+    return [way for way in ways if any(f"{way}, first" in x["us"] for x in rows)]
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -102,7 +110,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Depthwise convolutions",
         "",
-        "Printed by `python -m benchmarks.depthwise --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.depthwise --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "In a depthwise convolution, each channel has filters of its own. cuDNN has",
@@ -110,17 +119,18 @@ def markdown(data: dict[str, Any]) -> str:
         "larger ones, of filters with zeros in between. Some gradients are rewritten:",
         "those with respect to images as convolutions with flipped filters, and those",
         "of filters as gradients of wider ones, of which a part is kept. What follows",
-        'is computed by XLA. Which of these ways "auto" takes is said in',
+        f"is computed by XLA, and in a way that is {_FUSED} by the same kernel. Which",
+        'of these ways "auto" takes is said in',
         "[Memory and performance](../performance.md#shapes).",
         "",
-        *tables_beside_xla(rows, _WAYS),
+        *tables_beside_xla(rows, [*_WAYS, *_fused_ways(rows)]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, cells, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cells, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

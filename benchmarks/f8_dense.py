@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times layers in f8, forward and with all gradients, beside bf16 and bare products.
 
-    python -m benchmarks.f8_dense --out docs/benchmarks
+    python -m benchmarks.f8_dense --out docs/internals/measured
 
 times the four layers of a transformer's block (hidden size 4096, MLP 16384, 15,872
 tokens: the sizes of TransformerEngine's table) on one GPU, and writes f8_dense.json and
@@ -26,7 +26,7 @@ from jax_cudnn import f8
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "f8_dense.json", "f8_dense.md"
+_NAME = "f8_dense"
 _NAMES = ("bf16", "bf16 products", "f8 products", "current", "delayed")
 _E4, _E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _RECIPE = f8.Delayed()
@@ -175,7 +175,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Layers in f8",
         "",
-        "Printed by `python -m benchmarks.f8_dense --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.f8_dense --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Microseconds of layers of a transformer's block, forward and with the",
@@ -211,4 +212,4 @@ def _line(name: str, us: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times pooling, softmax, grouped products and fused functions, on one GPU.
 
-    python -m benchmarks.operations --out docs/benchmarks
+    python -m benchmarks.operations --out docs/internals/measured
 
 writes operations.json and operations.md there: beside XLA's code, PyTorch and, where it
 has them, tokamax. See contest.py for how contenders are checked and timed. `--only
@@ -15,7 +15,7 @@ from benchmarks.operation_cells import cells
 
 _REPORT = Report(
     name="operations",
-    command="python -m benchmarks.operations --out docs/benchmarks",
+    command="python -m benchmarks.operations --out docs/internals/measured",
     title="Pooling, softmax, grouped products and fused functions",
     comment="What operations take on a GPU, beside XLA's code, PyTorch and tokamax.",
     about=(

@@ -2,16 +2,59 @@
 """Writes measurements as JSON, and reads those of earlier runs.
 
 One record is one line, so that diffs are readable. Each row names the GPU that it was
-measured on, since a run may measure a part of a table and keep the rest.
+measured on, since a run may measure a part of a table and keep the rest. Several
+processes, one for each GPU, may measure a part each and write to the same folder.
 """
 
+import argparse
+import contextlib
+import fcntl
 import json
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _GPU = "GPU"
 Row = dict[str, Any]
+_Case = TypeVar("_Case")
+
+
+def add_part(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which processes share out the cases of a benchmark."""
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default=(0, 1),
+        metavar="I/N",
+        help="one of N parts of the cases, 0 the first; a process for each may write "
+        "to the same folder",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return which part of how many, from "0/4"."""
+    part, _, count = text.partition("/")
+    if not 0 <= int(part) < int(count):
+        raise ValueError(text)
+    return int(part), int(count)
+
+
+def part_of(cases: Sequence[_Case], options: argparse.Namespace) -> Sequence[_Case]:
+    """Return the cases of the part that is asked for."""
+    part, count = options.part
+    return cases[part::count]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes that do so, too, from writing to a folder."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_records(path: Path, data: dict[str, Any]) -> None:

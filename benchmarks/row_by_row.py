@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import write_records
+from benchmarks.records import add_part, locked, part_of, write_records
 from benchmarks.report import environment
 
 
@@ -18,10 +18,9 @@ def run_benchmark(
     measure: Callable[[Sequence[Any]], Iterator[dict[str, Any]]],
     markdown: Callable[[dict[str, Any]], str],
     *,
-    data: str,
-    page: str,
+    name: str,
 ) -> None:
-    """Take the arguments, measure the cases, and write the files of these names.
+    """Take the arguments, measure the cases, and write the files of this name.
 
     ``cases`` is given whether they are to be ``small``, to try the script. In a row,
     what was measured is in dicts, and all else says what the row is about.
@@ -33,24 +32,35 @@ def run_benchmark(
     parser.add_argument(
         "--only", metavar="REGEX", help="these cases; what the file has is kept"
     )
+    parser.add_argument(
+        "--name", default=name, help="of the files; another one for another cuDNN"
+    )
+    add_part(parser)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
-    chosen = cases(small=options.small)
-    rows: dict[str, dict[str, Any]] = {}
-    if options.only is not None:
-        chosen = [case for case in chosen if re.search(options.only, str(case))]
-        if not chosen:
-            parser.error(f"no case has {options.only} in it")
-        earlier, before = _earlier_rows(options.out / data, versions)
-        rows.update((_name(row), row) for row in earlier)
-        versions = _of_both(before, versions)
+    every = cases(small=options.small)
+    wanted = re.compile(options.only or "")
+    chosen = [case for case in every if wanted.search(str(case))]
+    if not chosen:
+        parser.error(f"no case has {options.only} in it")
+    chosen = part_of(chosen, options)
+    file = options.out / f"{options.name}.json"
+    if len(chosen) == len(every):
+        file.unlink(missing_ok=True)
+    _earlier_rows(file, versions)
     for row in measure(chosen):
-        rows[_name(row)] = row
-        found = {"environment": versions, "rows": [*rows.values()]}
-        write_records(options.out / data, found)
-        (options.out / page).write_text(markdown(found))
-        print(_name(row), flush=True)
+        with locked(options.out):
+            # Other processes may have written rows.
+            earlier, before = _earlier_rows(file, versions)
+            rows = {_about(each): each for each in (*earlier, row)}
+            found = {
+                "environment": _of_both(before, versions),
+                "rows": [*rows.values()],
+            }
+            write_records(file, found)
+            file.with_name(f"{options.name}.md").write_text(markdown(found))
+        print(_about(row), flush=True)
 
 
 def _earlier_rows(
@@ -80,5 +90,5 @@ def _of_both(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _name(row: dict[str, Any]) -> str:
+def _about(row: dict[str, Any]) -> str:
     return json.dumps({k: v for k, v in row.items() if not isinstance(v, dict)})

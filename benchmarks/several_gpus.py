@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks calls under plain `jax.jit` with sharded operands, on all GPUs.
 
-    python -m benchmarks.several_gpus --out docs/benchmarks
+    python -m benchmarks.several_gpus --out docs/internals/measured
 
 writes several_gpus.json and several_gpus.md there, after every cell. Beside each call
 runs the same in plain JAX, on the same shards. Operands are random bf16; see timing.py

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times what jax_cudnn runs through XLA beside what a user of JAX writes, on one GPU.
 
-    python -m benchmarks.xla_forms --out docs/benchmarks
+    python -m benchmarks.xla_forms --out docs/internals/measured
 
 times each operation with `implementation="xla"` and as plain JAX has it, in turns, and
 writes xla_forms.json and xla_forms.md there: forward, with the gradients of all
@@ -30,7 +30,7 @@ from jax_cudnn.policy.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
-_DATA, _PAGE = "xla_forms.json", "xla_forms.md"
+_NAME = "xla_forms"
 _LOSS = "of a loss"
 _OURS = "jax_cudnn"
 _Run = Callable[..., Any]
@@ -174,7 +174,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# XLA's form of operations beside plain JAX",
         "",
-        "Printed by `python -m benchmarks.xla_forms --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.xla_forms --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         'Operations with `implementation="xla"`, and as a user of JAX writes them. All',
@@ -215,7 +216,7 @@ def _place(row: Mapping[str, Any], what: str) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    run_benchmark(__doc__, workloads, measure, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, workloads, measure, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

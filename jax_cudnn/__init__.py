@@ -52,7 +52,9 @@ try:
     from jax_cudnn.ops.products.causal_conv1d import causal_conv1d
     from jax_cudnn.ops.products.conv import conv
     from jax_cudnn.ops.products.dot_general import dot_general
+    from jax_cudnn.ops.products.folded_norms import fold_batch_norm
     from jax_cudnn.ops.products.gated import gated_matmul
+    from jax_cudnn.ops.products.gated_conv import gated_conv
     from jax_cudnn.ops.products.matmul import matmul
     from jax_cudnn.ops.products.ragged_dot import ragged_dot
 
@@ -107,7 +109,9 @@ __all__ = [
     "conv",
     "dot_general",
     "f8",
+    "fold_batch_norm",
     "fuse",
+    "gated_conv",
     "gated_matmul",
     "group_norm",
     "instance_norm",

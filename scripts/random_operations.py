@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs random problems of norms, pooling, ragged_dot and fuse on cuDNN, for a page.
+"""Runs random problems of norms, products, convolutions and others, for a page.
 
     python -m scripts.random_operations --out docs
 
@@ -30,6 +30,7 @@ _AMOUNTS: dict[random_operations.Family, int] = {
     "pooling": 200,
     "ragged_dot": 200,
     "fuse": 200,
+    "convolutions": 300,
 }
 
 
@@ -92,14 +93,16 @@ and results in f8. Pooling: windows, strides, padding that differs or cuts, layo
 third of the arrays has ties, or NaN and infinities. ragged_dot: up to 100 groups, some
 empty, NaN in rows that are in none.
 fuse: programs of up to nine steps beside a product; those with gradients have no
-operation whose derivative jumps. Operands are bf16, f16 or f32.
+operation whose derivative jumps. Convolutions: causal ones, gated ones, and residual
+branches with a `branch_scale`, of matmuls too. Operands are bf16, f16 or f32.
 
 `implementation="cudnn"` computes it. Memory is filled with NaN before. Results are
-compared with closed forms in NumPy and float64, those of programs with the plain
-function in float64 on a CPU. Each entry has a bound of its own, made of what is rounded
-to the dtypes at hand, and of the TF32 in which f32 is multiplied. A program's bound is
-four times the largest error that XLA makes in the same dtypes. A problem is right if
-all entries of all results are within it; "by XLA", if cuDNN ran no part of it (by
+compared with closed forms in NumPy and float64. Each entry has a bound of its own, made
+of what is rounded to the dtypes at hand, and of the TF32 in which f32 is multiplied.
+Programs and convolutions are compared with the plain function in float64 on a CPU.
+Their bound is four times the largest error that XLA makes in the same dtypes. A problem
+is right if all entries of all results are within it; "by XLA", if cuDNN ran no part of
+it (by
 `plans.inspect`). What cuDNN refuses is computed with "auto" as well, and would be wrong
 here if that were.""".splitlines()
 _OUTCOMES = ("right", "by XLA", "wrong", "refused", "failed")

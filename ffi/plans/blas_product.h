@@ -2,7 +2,7 @@
 // Products by cuBLASLt, with the epilogues that it has.
 //
 // In 16 bits, cuDNN's products with something around them take 1.4 to 1.7 of the time
-// of cuBLASLt's kernels on Hopper (docs/benchmarks/model_misses.md). cuBLASLt's are
+// of cuBLASLt's kernels on Hopper (docs/internals/measured/model_misses.md). cuBLASLt's are
 // plans beside cuDNN's: listed, timed, kept and launched like these, under a number
 // that none of cuDNN's engines has.
 

@@ -19,7 +19,8 @@ from jax_cudnn.fusing.views import View
 from jax_cudnn.lowering import partial_axes
 from jax_cudnn.ops.common.arguments import strongly_typed
 from jax_cudnn.ops.common.fusion import Begun
-from jax_cudnn.ops.products.conv import Layout, Problem, begin_conv, why_plain
+from jax_cudnn.ops.products.conv import begin_conv, why_plain
+from jax_cudnn.ops.products.conv_arguments import Layout, Problem
 from jax_cudnn.ops.products.dot_general import Numbers, as_product
 from jax_cudnn.ops.products.operands import PLAIN, Dtypes, begin_product, common_dtypes
 from jax_cudnn.reference.dtypes import dtype_name

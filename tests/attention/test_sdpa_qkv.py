@@ -25,11 +25,11 @@ from jax_cudnn.graph import Graph, Target, Tensor
 from jax_cudnn.graph.attention.qkv import SDPA_QKV, as_sdpa
 from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from jax_cudnn.reference import evaluate
 from tests.attention.shared import qkv
 from tests.attention.shared.flash import flash
 from tests.attention.shared.oracle import numpy_attention, numpy_gradients
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 from tests.products.shared.fused import assert_close, graphs, stacked, subsets
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import jax_cudnn
 from jax_cudnn.config import Implementation
@@ -23,14 +22,11 @@ from tests.lowering.operation_problems import (
     Arrays,
     Problem,
     array_text,
-    double,
-    unit,
+    in_tf32,
+    judged_by_xla,
     with_gradients,
 )
 
-# The largest error may be so many times XLA's: as in tests/common/gpu/numerics.py.
-_BOUND = 4.0
-_FLOOR = 1e-5
 _SIZES = ((6, 7), (16, 24), (40, 64), (64, 96), (130, 72), (128, 128), (256, 64))
 _OPERANDS = ("x", "y", "u", "v")
 
@@ -99,47 +95,15 @@ def _results(
 # --- what is right --------------------------------------------------------------------
 
 
-def _tf32(x: jax.Array) -> jax.Array:
-    """Return what a tensor core reads of an f32 number: its upper 19 bits."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
-
-
-@jax.custom_vjp
-def _product_in_tf32(a: jax.Array, b: jax.Array) -> jax.Array:
-    return _tf32(a) @ _tf32(b)
-
-
-_product_in_tf32.defvjp(
-    lambda a, b: (_product_in_tf32(a, b), (a, b)),
-    lambda kept, grad: (
-        _tf32(grad) @ _tf32(kept[1]).T,
-        _tf32(kept[0]).T @ _tf32(grad),
-    ),
-)
-
-
 def _truth(
     steps: Sequence[Step], results: Sequence[int], gradients: bool, arrays: Arrays
 ) -> dict[str, Judged]:
     run = functools.partial(_results, results=results, gradients=gradients)
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.enable_x64(True), jax.default_device(cpu):
-        wide = {name: jnp.asarray(double(x)) for name, x in arrays.items()}
-        exact = jax.jit(lambda x: run(program(steps, results), arrays=x))(wide)
-        truth = {name: np.asarray(x) for name, x in exact.items()}
     is_tf32 = arrays["x"].dtype == np.float32
-    plain = program(steps, results, _product_in_tf32 if is_tf32 else jnp.matmul)
-    # XLA would leave out roundings between operations that it fuses.
-    found = jax.jit(
+    plain = program(steps, results, in_tf32(jnp.matmul) if is_tf32 else jnp.matmul)
+    return judged_by_xla(
+        lambda x: run(program(steps, results), arrays=x),
         lambda x: run(plain, arrays=x),
-        compiler_options={"xla_allow_excess_precision": False},
-    )({name: jnp.asarray(x) for name, x in arrays.items()})
-    # Half an ulp is granted to everyone: XLA can be exact by luck.
-    u = 2.0**-11 if is_tf32 else unit(arrays["x"].dtype)
-    judged: dict[str, Judged] = {}
-    for name, value in truth.items():
-        error = np.max(np.abs(double(found[name]) - value))
-        granted = max(error, u * np.max(np.abs(value)), _FLOOR)
-        judged[name] = Judged(value, np.full(value.shape, _BOUND * granted))
-    return judged
+        arrays,
+        is_tf32=is_tf32,
+    )

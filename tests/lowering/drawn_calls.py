@@ -216,6 +216,43 @@ def _gated_matmul(random: Random, activation: str | None) -> Call:
     )
 
 
+def _gated_conv(random: Random, activation: str | None) -> Call:
+    other = random.one_of(None, "tanh")
+    groups, side = random.one_of(1, 2), random.one_of(3, 4)
+    x, w = (2, side, 2 * groups), (2, 2, 3 * groups)
+    biases = random.one_of((), ((3 * groups,), (2, 1, 3 * groups)))
+    options: dict[str, Any] = {
+        "window_strides": (random.one_of(1, 2),),
+        "padding": (random.one_of((0, 0), (1, 0)),),
+        "lhs_dilation": (random.one_of(1, 1, 2),),
+        "rhs_dilation": (random.one_of(1, 2),),
+        "dimension_numbers": ("NXC", "XIO", "NXC"),
+        "feature_group_count": groups,
+    }
+
+    def ours(x: Any, gate: Any, up: Any, *biases: Any) -> jax.Array:
+        names = ("gate_bias", "up_bias")
+        given: Any = dict(zip(names, biases, strict=False))
+        given |= {"activation": as_argument(activation)}
+        given |= {"up_activation": as_argument(other)}
+        return jax_cudnn.gated_conv(x, gate, up, **options, **given)
+
+    def plain(x: Any, gate: Any, up: Any, *biases: Any) -> jax.Array:
+        with jax.numpy_rank_promotion("allow"):
+            gate_bias, up_bias = biases or (0.0, 0.0)
+            gates, ups = (lax.conv_general_dilated(x, w, **options) for w in (gate, up))
+            return activate(activation, gates + gate_bias) * activate(
+                other, ups + up_bias
+            )
+
+    return Call(
+        text=f"gated_conv {x} {w} {biases} {options} {activation} {other}",
+        ours=ours,
+        plain=plain,
+        shapes=(x, w, w, *biases),
+    )
+
+
 def _conv(random: Random, activation: str | None, rank: int) -> Call:
     letters = "XYZ"[:rank]
     groups, batch_groups = random.one_of((1, 1), (1, 1), (2, 1), (1, 2))
@@ -572,6 +609,7 @@ _CALLS: dict[str, _Draw] = {
     "matmul": _matmul,
     "dot_general": _dot_general,
     "gated_matmul": _gated_matmul,
+    "gated_conv": _gated_conv,
     **{f"conv{rank}d": _of_rank(rank) for rank in (1, 2, 3)},
     "sdpa": _sdpa,
     "norm": _norm,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws problems of norms, pooling, grouped products and fused programs.
+"""Draws problems of norms, pooling, convolutions, grouped products and programs.
 
 A problem is drawn from its family and a seed, so that another process can draw it
 again. The answers share nothing with the package: they are closed forms in NumPy and
-float64 and, for programs, the plain function in float64. scripts/random_operations.py
-runs them on a GPU. What attention is compared with is in
+float64 and, for programs and convolutions, the plain function in float64.
+scripts/random_operations.py runs them on a GPU. What attention is compared with is in
 tests/attention/shared/random_attentions.py.
 """
 
@@ -15,9 +15,10 @@ from tests.fusing.random_programs import draw_program
 from tests.lowering.operation_problems import Problem
 from tests.norms.random_norms import draw_norm
 from tests.pooling.random_pools import draw_pool
+from tests.products.shared.random_gated_convs import draw_conv
 from tests.products.shared.random_ragged_dots import draw_ragged_dot
 
-Family = Literal["norms", "pooling", "ragged_dot", "fuse"]
+Family = Literal["norms", "pooling", "ragged_dot", "fuse", "convolutions"]
 
 
 class _Drawing(Protocol):
@@ -29,10 +30,17 @@ _DRAWN: dict[Family, _Drawing] = {
     "pooling": draw_pool,
     "ragged_dot": draw_ragged_dot,
     "fuse": draw_program,
+    "convolutions": draw_conv,
 }
 FAMILIES: tuple[Family, ...] = tuple(_DRAWN)
 # Elements of the largest array, or of all windows.
-_MOST = {"norms": 2**19, "pooling": 2**16, "ragged_dot": 2**21, "fuse": 2**15}
+_MOST = {
+    "norms": 2**19,
+    "pooling": 2**16,
+    "ragged_dot": 2**21,
+    "fuse": 2**15,
+    "convolutions": 2**17,
+}
 
 
 def has_gradients(seed: int) -> bool:

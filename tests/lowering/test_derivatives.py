@@ -26,9 +26,9 @@ from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.legalize.products import fusion, reduction
 from jax_cudnn.lowering import partitioned
 from jax_cudnn.lowering.sharding.subaxes import as_results, merged
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
+from tests.common.evaluating import evaluate
 from tests.lowering.drawn_calls import (
     LAYERS,
     NAMED,
@@ -297,8 +297,8 @@ def _check_rewritten(
 
 
 _COUNTS = {
-    "matmul": 8, "dot_general": 3, "gated_matmul": 3, "conv2d": 2, "sdpa": 2,
-    "norm": 12, "avg_pool": 2, "ragged_dot": 3,
+    "matmul": 8, "dot_general": 3, "gated_matmul": 3, "gated_conv": 3, "conv2d": 2,
+    "sdpa": 2, "norm": 12, "avg_pool": 2, "ragged_dot": 3,
     "causal_conv1d": 6,
 }  # fmt: skip
 # test_legalize_norms.py and its siblings ask how these are rewritten, in f32.

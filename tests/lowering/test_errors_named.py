@@ -59,6 +59,12 @@ _IMAGES = {
     "rhs": _ones(3, 3, 3, 16),
     "dimension_numbers": _LAST,
 }
+_GATED_IMAGES = {
+    "lhs": _IMAGES["lhs"],
+    "gate": _IMAGES["rhs"],
+    "up": _IMAGES["rhs"],
+    "dimension_numbers": _LAST,
+}
 _PRODUCT = (((1,), (0,)), ((), ()))
 _FUNCTIONS = {
     "sdpa": _Function(
@@ -109,6 +115,12 @@ _FUNCTIONS = {
         jax_cudnn.gated_matmul,
         {"a": _A, "gate": _B, "up": _B},
         ("a", "gate", "up", "gate_bias", "up_bias"),
+        floats=("gate_bias", "up_bias"),
+    ),
+    "gated_conv": _Function(
+        jax_cudnn.gated_conv,
+        _GATED_IMAGES,
+        ("lhs", "gate", "up", "gate_bias", "up_bias"),
         floats=("gate_bias", "up_bias"),
     ),
 }

@@ -53,6 +53,14 @@ def _conv(function: _Function, **options: Any) -> _Function:
     return call
 
 
+def _gated(x: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(x) * x
+
+
+def _twice(x: jax.Array, w: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+    return jax_cudnn.gated_conv(x, w, w, *rest, **more)
+
+
 def _ragged(function: _Function) -> _Function:
     return lambda x, w: function(x, w, jnp.array([1, 3]))
 
@@ -90,6 +98,11 @@ def _cases() -> dict[str, tuple[_Function, _Function, list[tuple[int, ...]]]]:
         "conv and gelu": (
             _conv(c.conv, activation="gelu"),
             lambda x, w: jax.nn.gelu(_conv(jax.lax.conv_general_dilated)(x, w)),
+            images,
+        ),
+        "gated_conv": (
+            _conv(_twice),
+            lambda x, w: _gated(_conv(jax.lax.conv_general_dilated)(x, w)),
             images,
         ),
         "gated_matmul": (

@@ -145,6 +145,10 @@ _CALLS = {
         _Q, jnp.ones((3, 3, 8, 5)), (1, 1), "SAME",
         dimension_numbers=("NHWC", "HWIO", "NHWC"), **given,
     ),
+    "gated_conv": lambda **given: jax_cudnn.gated_conv(
+        _Q, jnp.ones((3, 3, 8, 5)), jnp.ones((3, 3, 8, 5)), (1, 1), "SAME",
+        dimension_numbers="NHWC", **given,
+    ),
     "sdpa": lambda **given: jax_cudnn.sdpa(_Q, _Q, _Q, **given),
 }  # fmt: skip
 

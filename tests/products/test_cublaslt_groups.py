@@ -235,7 +235,7 @@ def _workspace(engine: int) -> int:
 @pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 def test_plans_are_launched_and_kept(tmp_path: Path) -> None:
     compile_cudnn(tmp_path)
-    source = (_ROOT / "tests/native/cublaslt_stand_in.c").read_text()
+    source = (_ROOT / "tests/native/programs/cublaslt_stand_in.c").read_text()
     compile_companions(tmp_path, devices=1, captures=True, cublaslt=source)
     log = tmp_path / "log"
     (wide, _) = _graphs(jnp.float16, columns=64)

@@ -282,7 +282,7 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     from benchmarks import depthwise
     from benchmarks.conv_ways import named_op
 
-    data = json.loads((_ROOT / "docs/benchmarks/depthwise.json").read_text())
+    data = json.loads((_ROOT / "docs/internals/measured/depthwise.json").read_text())
     rows = {(row["op"], row["operands"]): row for row in data["rows"]}
     assert data["environment"]["cuDNN"].startswith("9.19")
     left, slow, judged = [], [], 0
@@ -290,7 +290,7 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
         for part in cell.parts():
             row = rows[named_op(part), operand_text(part)]
             first = ranked(part, _H100)[0]
-            name = f"{depthwise.way_of(first.legal)}, first"
+            name = f"{depthwise.way_of(first.legal, first.legal)}, first"
             engine, us = row["engines"][name], row["us"]
             ratio = us[name] / us["XLA"]
             is_cudnns = not first.slower and not first.is_slow_by(engine)

@@ -25,10 +25,10 @@ from jax_cudnn.graph import (
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.policy import ranked
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.products.grouped_matmul import gradient_of_b
 from jax_cudnn.tuning.stopwatch import draw_sets
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate, evaluate_legal
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -130,8 +130,7 @@ def test_the_rewritten_graph_gives_the_same(
             )
             for seed in range(3):
                 operands = draw_arrays(graph, seed)
-                kernel = functools.partial(evaluate, legal.graph)
-                got = legal.run(kernel, operands)
+                got = evaluate_legal(legal, operands)
                 for x, y in zip(got, evaluate(graph, operands), strict=True):
                     assert x.dtype == y.dtype
                     np.testing.assert_allclose(
@@ -150,8 +149,7 @@ def test_what_the_kernel_reads_in_no_group_does_not_leak() -> None:
             for name in ("a", "grad_output"):
                 if name in operands:
                     operands[name] = operands[name].at[:, 8:].set(jnp.nan)
-            kernel = functools.partial(evaluate, legal.graph)
-            got = legal.run(kernel, list(operands.values()))
+            got = evaluate_legal(legal, [*operands.values()])
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(
                     np.asarray(x, "f4"), np.asarray(y, "f4"), rtol=2**-7, atol=1e-5

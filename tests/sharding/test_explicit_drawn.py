@@ -63,6 +63,10 @@ def _largest(x: jax.Array) -> jax.Array:
     return jax_cudnn.max_pool(x, (2, 2), (2, 2), return_indices=True)[0]
 
 
+def _gated(x: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(x) * x
+
+
 _attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 _X, _IMAGE, _Q = (4, 8, 16), (4, 8, 8, 4), (4, 8, 4, 8)
 _OPS: dict[str, tuple[_Function, _Function, _Shapes]] = {
@@ -83,6 +87,11 @@ _OPS: dict[str, tuple[_Function, _Function, _Shapes]] = {
     "conv": (
         _conv(jax_cudnn.conv),
         _conv(jax.lax.conv_general_dilated),
+        [_IMAGE, (3, 3, 4, 8)],
+    ),
+    "gated_conv": (
+        lambda x, w: _conv(functools.partial(jax_cudnn.gated_conv, up=w))(x, gate=w),
+        lambda x, w: _gated(_conv(jax.lax.conv_general_dilated)(x, w)),
         [_IMAGE, (3, 3, 4, 8)],
     ),
     "layer_norm": (

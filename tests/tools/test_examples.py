@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import offline
+from tests.common import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -22,18 +23,8 @@ pytestmark = pytest.mark.once
 
 def start_example(name, *arguments):
     """Run the example on the CPU; warnings are errors in it too."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            # An example finds its own modules beside it.
-            **{k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"},
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONIOENCODING": "utf-8",
-        },
-    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"}
+    return forked.run(EXAMPLES / name, *arguments, environment=environment)
 
 
 def run_example(name, *arguments):

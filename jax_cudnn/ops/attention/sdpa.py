@@ -180,8 +180,8 @@ def sdpa(
       than 2048 from 0, so XLA computes the gradient of such rows, unless their
       cotangent is 0. The host asks the GPU whether there are such rows. Therefore a
       gradient with a bias takes 3 to 8 % longer for (8, 1024, 16, 64), and at most 3 %
-      for 2048 tokens or more, on an H200 (docs/benchmarks/sdpa_bias.md). Lengths or a
-      mask instead of such a bias avoid this.
+      for 2048 tokens or more, on an H200 (docs/internals/measured/sdpa_bias.md).
+      Lengths or a mask instead of such a bias avoid this.
 
       cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So a bias below
       -2.3e38 counts as -inf if each head has its own bias, with full rows and columns.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public products: conv, matmul, dot_general, gated_matmul and ragged_dot."""
+"""The public products: convolutions, matmuls, and grouped and gated ones."""
