@@ -52,9 +52,6 @@ constexpr KindBuilder kBuilders[] = {
     {"sdpa_backward", 1, AddSdpaBackward},
     {"sdpa_cached", 2, AddSdpaCached},
     {"sdpa_f8", 1, AddSdpaF8},
-    {"sdpa_paged", 2, AddSdpaCached},
-    {"sdpa_qkv", 2, AddSdpa},
-    {"sdpa_qkv_backward", 1, AddSdpaBackward},
 };
 
 const KindBuilder* FindBuilder(std::string_view kind) {

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Queries, keys and values that are parts of one array, as attention's own operands.
 //
-// The node kinds sdpa_qkv and sdpa_qkv_backward have one operand for all three, and one
-// result for their gradients. cuDNN takes three tensors, whose strides say that they
-// share memory.
+// Attention and its gradient may have one operand for all three, and one result for
+// their gradients. cuDNN takes three tensors, whose strides say that they share memory.
 
 #ifndef JAX_CUDNN_QKV_PARTS_H_
 #define JAX_CUDNN_QKV_PARTS_H_

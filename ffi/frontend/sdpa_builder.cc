@@ -83,6 +83,13 @@ Status SetDropout(NodeWriter& writer, SdpaAttributes& attributes) {
                          "dropout_mask; give one of these");
   }
   if (writer.Has("dropout_seed")) {
+    for (const char* role : {"dropout_seed", "dropout_offset"}) {
+      const std::vector<int64_t>& dims = writer.Spec(role).dims;
+      if (dims != std::vector<int64_t>{1, 1, 1, 1}) {
+        return Unimplemented(writer.node().kind + ": " + role + " has dims " +
+                             ListText(dims) + "; cuDNN takes one number");
+      }
+    }
     attributes.set_dropout(static_cast<float>(rate + kStep),
                            writer.Input("dropout_seed"),
                            writer.Input("dropout_offset"));

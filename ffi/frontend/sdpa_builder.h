@@ -12,7 +12,7 @@ namespace jax_cudnn {
 // Has two variants, see sdpa_builder.cc.
 Status AddSdpa(NodeWriter& writer);
 Status AddSdpaBackward(NodeWriter& writer);
-// Of sdpa_cached and sdpa_paged. Two variants as well.
+// Two variants as well.
 Status AddSdpaCached(NodeWriter& writer);
 Status AddSdpaF8(NodeWriter& writer);
 
