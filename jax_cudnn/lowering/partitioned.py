@@ -279,17 +279,17 @@ class _Call:
     def program(self, division: Division[DeviceCut], devices: int) -> bytes:
         """Return a device's program, as StableHLO's bytecode."""
 
-        def groups(over: frozenset[int]) -> _jax.Groups:
-            return _groups(division, devices, over)
+        def groups(over: frozenset[int], cut: DeviceCut | None = None) -> _jax.Groups:
+            return _groups(division, devices, over, cut)
 
         collectives = Collectives(
             total=lambda x, over: _sum_p.bind(x, groups=groups(over)),
             most=lambda x, over: _max_p.bind(x, groups=groups(over)),
-            scatter=lambda x, over, axis: _scatter_p.bind(
-                x, groups=groups(over), axis=axis
+            scatter=lambda x, over, axis, cut: _scatter_p.bind(
+                x, groups=groups(over, cut), axis=axis
             ),
-            exchange=lambda x, over, axis: _exchange_p.bind(
-                x, groups=groups(over), axis=axis
+            exchange=lambda x, over, axis, cut: _exchange_p.bind(
+                x, groups=groups(over, cut), axis=axis
             ),
         )
 
@@ -369,18 +369,22 @@ def _bytecode(lowered: jax.stages.Lowered) -> bytes:
 
 
 def _groups(
-    division: Division[DeviceCut], devices: int, over: frozenset[int]
+    division: Division[DeviceCut],
+    devices: int,
+    over: frozenset[int],
+    cut: DeviceCut | None,
 ) -> _jax.Groups:
     """Return which devices add up their shares: those that differ only along `over`.
 
     Where several devices have the same part, each of these joins one group. Groups are
-    in the order of the shares.
+    in the order of the parts of a sum that is scattered by a cut, or of the shares.
     """
     found: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = {}
     for device in range(devices):
-        shares = tuple(division.cuts[f].parts[device] for f in sorted(over))
+        cuts = [division.cuts[f] for f in sorted(over)] if cut is None else [cut]
+        shares = tuple(each.parts[device] for each in cuts)
         others = tuple(
-            cut.parts[device] for f, cut in division.cuts.items() if f not in over
+            each.parts[device] for f, each in division.cuts.items() if f not in over
         )
         found.setdefault(others, {}).setdefault(shares, []).append(device)
     return tuple(
