@@ -30,7 +30,7 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.legalize import Legal
 from jax_cudnn.lowering import traced_program
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_device, local_target
 from jax_cudnn.policy import ranked
 from jax_cudnn.policy.nearest import LOSS
@@ -160,7 +160,7 @@ class _Kernel:
     def measured(self) -> dict[str, Any]:
         """Return the microseconds of everything."""
         sets = self._operands.draw()
-        steps: dict[str, Step] = {}
+        steps: dict[str, PartDecision] = {}
         for way, (legal, plans) in self.plans.items():
             changed = [list(jax.jit(legal.before)(each)) for each in sets]
             stopwatch = PlanStopwatch(legal.graph, changed, local_device())
@@ -172,7 +172,7 @@ class _Kernel:
                     fastest, best = us, plan
             for kind, plan in (("first", first), ("best", best)):
                 self.engines[f"{way}, {kind}"] = plan.engine
-                steps[f"{way}, {kind}"] = Step(
+                steps[f"{way}, {kind}"] = PartDecision(
                     part=self.part,
                     legal=legal,
                     plan=plan,
@@ -195,7 +195,7 @@ class _Kernel:
             for name, each in times.items()
         }
 
-    def _compiled(self, step: Step) -> Callable[..., Any]:
+    def _compiled(self, step: PartDecision) -> Callable[..., Any]:
         with jax.default_device(local_device()):
             run = functools.partial(by_cudnn, step)
             return compile_over_sets(run, self._operands.types)

@@ -24,7 +24,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, GraphWriter, MatmulAttributes, Tensor, to_json
 from jax_cudnn.lowering import run_cudnn, run_xla, traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.policy import ranked
@@ -235,9 +235,9 @@ def _measure_weights() -> Iterator[tuple[str, float]]:
         assert tuned.cudnn_us is not None
         legal = ranked(part, local[1])[0].legal
         plan = native.plan(to_json(legal.graph))
-        step = Step(part=part, legal=legal, plan=plan, target=local[1])
+        step = PartDecision(part=part, legal=legal, plan=plan, target=local[1])
 
-        def first(*xs: jax.Array, step: Step = step) -> Sequence[jax.Array]:
+        def first(*xs: jax.Array, step: PartDecision = step) -> Sequence[jax.Array]:
             return run_cudnn(step, xs)
 
         name = f"({rows}, {_INNER}) x {dtype} ({_INNER}, {_OUTER}), scaled"

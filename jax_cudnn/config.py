@@ -47,26 +47,26 @@ class PlanOptions:
     left, "auto" runs XLA and says why, and "cudnn" raises.
 
     Args:
-      heuristic_modes: which of cuDNN's candidate lists to ask for, in order: "A" (its
+      heuristic_modes: which of cuDNN's candidate lists to use, in order: "A" (its
         best guess), "B" (another one), "FALLBACK" (engines that support many graphs).
         Default ("A", "FALLBACK").
       workspace_limit_bytes: the most scratch memory that one kernel may use. Default
         None: any.
       deterministic: whether equal operands must give equal bits each time. Refuses
-        the note "NONDETERMINISTIC", and asks for attention's deterministic gradient.
+        the note "NONDETERMINISTIC", and requests attention's deterministic gradient.
         Default False.
       reduced_precision_reduction: whether a kernel may add up in 16 bits, which loses
         digits. Default False: all sums are float32, and the note
         "REDUCED_PRECISION_REDUCTION" is refused.
       engines: the numbers of the engines that are allowed, as ``plans.inspect`` shows
         them. They differ between operations and between versions of cuDNN. 1000 is
-        cuBLASLt, which runs some products. Default None: all.
+        cuBLASLt, which runs some matmuls. Default None: all.
       denied_engines: the numbers of engines that are not allowed. Default none.
       required_notes: notes that a candidate must have (all of them), such as
         "RUNTIME_COMPILATION" for engines that are compiled when planned. Default none.
       refused_notes: notes that a candidate must not have, such as
-        "RUNTIME_COMPILATION" or "DOWN_CONVERT_INPUTS". Those that the fields above
-        refuse are left out of it. Default none.
+        "RUNTIME_COMPILATION" or "DOWN_CONVERT_INPUTS", in addition to those that the
+        fields above refuse. Default none.
 
     Raises:
       ValueError: a field has a value other than described above, or fields contradict

@@ -26,7 +26,7 @@ class GraphError(ValueError):
 class UnsupportedError(NotImplementedError):
     """The request is valid, but cuDNN has no plan for it here.
 
-    ``reasons`` holds one sentence per failed condition. ``implementation="auto"`` or
+    ``reasons`` has one sentence for each failed condition. ``implementation="auto"`` or
     ``"xla"`` still computes the same result.
     """
 

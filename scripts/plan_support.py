@@ -29,7 +29,7 @@ from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import is_anchor
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import Attempt, Step, decide_part
+from jax_cudnn.lowering.decision import Attempt, PartDecision, decide_part
 from jax_cudnn.offline import find
 from jax_cudnn.offline.planner import NamedGpu, greeting
 from tests.attention.shared import features as attention_features
@@ -82,21 +82,21 @@ class Page:
 PAGES = (
     Page(
         name="attention_support",
-        title="What cuDNN plans of attention",
+        title="Supported configurations: attention",
         source="tests/attention/shared/features.py",
         features=attention_features.FEATURES,
         about="""\
-What is asked for is what "auto" would ask for.""",
+The requests are those of "auto".""",
     ),
     Page(
         name="operation_support",
-        title="What cuDNN plans of norms, pooling and grouped products",
+        title="Supported configurations: norms, pooling and grouped matmuls",
         source="tests/plans/operation_features.py",
         features=operation_features.FEATURES,
         about="""\
-They are called with `implementation="cudnn"`: "auto" leaves most of them to XLA until
-one was measured to be faster. [Convolutions and products](support.md) have a page of
-their own.""",
+The calls have `implementation="cudnn"`: "auto" leaves most of them to XLA until cuDNN
+was measured to be faster. [Convolutions and matmuls](support.md) have a page of their
+own.""",
     ),
 )
 
@@ -140,7 +140,7 @@ def _answer(function: Any, operands: Any, gpu: NamedGpu, ending: str) -> Answer:
 
     Of a gradient, only the kernels whose kind has the ending are looked at.
     """
-    steps: list[Step] = []
+    steps: list[PartDecision] = []
     for traced in traced_graphs(function, *operands):
         for part in traced.parts:
             kinds = [node.kind for node in part.nodes if is_anchor(node)]
@@ -289,11 +289,12 @@ def _short(version: str) -> str:
 
 def _head(page: Page, versions: str) -> str:
     about = textwrap.fill(
-        f"Each version of cuDNN was asked for a plan of each call in `{page.source}`, "
-        "for the descriptions of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) "
-        f"in `jax_cudnn/data/gpus`. {' '.join(page.about.split())} Plans were listed, "
-        "not built, and nothing ran: what ran is in the [GPU report](gpu-report.md). "
-        "The numbers are those of remarks at the end.",
+        "This page says which calls cuDNN has plans for, by GPU and by version of "
+        f"cuDNN. Each version was asked for a plan of each call in `{page.source}`, "
+        "for an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) that were not "
+        f"present. {' '.join(page.about.split())} Plans were listed, not built or run: "
+        "[the GPU report](gpu-report.md) says what was run. Numbers in parentheses "
+        "refer to the remarks at the end.",
         88,
         break_on_hyphens=False,
     )
@@ -305,13 +306,18 @@ edit. jax_cudnn {jax_cudnn.__version__}, cuDNN {versions}.
 
 {about}
 
-- **yes**: every version asked has a plan. **from 9.19**: this version and newer ones.
-- **no**: "auto" runs XLA, and "cudnn" raises `UnsupportedError`.
-- **gradient**: the kernel of the gradients. The remarks of a "yes" say what is done
-  around a kernel, by the newest version.
-- GPUs below sm_80 have no plan, and f64 is always XLA's.
-- 9.28.1 was asked as the full wheel, the others as the small one (`nvidia-cudnn-jit`),
-  which has the engines that are compiled when they are planned."""
+| cell | meaning |
+| --- | --- |
+| yes | every version of cuDNN above has a plan |
+| from 9.19 | this version and newer ones have a plan |
+| no | "auto" runs XLA, and "cudnn" raises `UnsupportedError` |
+| XLA's | XLA runs it with every implementation |
+
+- The columns "gradient" are about the kernel of the gradients. The remarks of a "yes"
+  say what is done around a kernel, with the newest version.
+- GPUs below sm_80 have no plan, and XLA always runs f64.
+- 9.28.1 was the full package, the other versions the small one (`nvidia-cudnn-jit`),
+  which has only the engines that are compiled when they are planned."""
 
 
 def main() -> None:

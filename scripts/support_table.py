@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/support.md: what cuDNN plans of conv and matmul, on which GPU.
+"""Writes docs/support.md: for which convolutions and matmuls cuDNN has plans.
 
 Run from the repository's root on a machine without a GPU, with the "gpuless" extra:
 `python -m scripts.support_table`. The real cuDNN is asked for plans of the graphs of
@@ -34,53 +34,55 @@ _NOTES = (
     (
         r"is (padded|fitted) outside the kernel",
         "padded outside",
-        "padding that differs between two ends, or is negative, is written out",
+        "padding that differs between two ends, or is negative, is applied before the "
+        "kernel",
     ),
     (
         r"^channels .* are padded|^matrices are padded",
         "sizes padded",
-        "channels, or a matrix, are padded to what cuDNN loads at once",
+        "channels, or the sizes of a matrix, are padded to multiples of 16 bytes",
     ),
     (
         r"is channels of",
         "more channels",
-        "few channels become more: of patches, windows, or rows of windows",
+        "few channels become more channels: those of patches, windows, or rows of "
+        "windows",
     ),
     (
         r"are taken in pairs",
         "pairs",
-        "neighbouring places of the last axis are computed at once",
+        "neighbouring positions of the last axis are computed together",
     ),
     (
         r"groups are merged into",
         "groups merged",
-        "groups are made larger ones, of filters with zeros in between",
+        "groups are merged into larger ones, with zeros in the filters",
     ),
     (
         r"groups are padded to",
         "groups padded",
-        "channels of each group are padded to what cuDNN has fast engines for",
+        "channels of each group are padded to a size for which cuDNN has fast engines",
     ),
     (
         r"zeros of lhs_dilation are written",
         "zeros written",
-        "the zeros of `lhs_dilation` are written out",
+        "the zeros of `lhs_dilation` are inserted before the kernel",
     ),
     (
         r"^the filters are flipped",
         "flipped",
-        "the filters are flipped: a convolution is the gradient of another one, or a "
-        "gradient is a convolution",
+        "the filters are flipped, and a convolution is computed as the gradient of "
+        "another one, or a gradient as a convolution",
     ),
     (
         r"^what surrounds the contraction",
         "alone",
-        "cuDNN computes the contraction and XLA what surrounds it",
+        "cuDNN computes the contraction, and XLA the operations around it",
     ),
     (
         r"^8-bit operands are converted",
         "converted before",
-        "XLA converts the operands of 8 bits before the kernel",
+        "XLA converts the 8-bit operands before the kernel",
     ),
 )
 # cuDNN gives a reason for each engine. These only say that an engine is for other GPUs.
@@ -191,32 +193,43 @@ def _section(group: str, refusals: _Refusals) -> list[str]:
     return lines
 
 
+_REST = """
+- "auto" also leaves i8 and f8 weights with 16-bit inputs to XLA, until `plans.autotune`
+  has measured a plan to be faster.
+- XLA always runs f64. GPUs below sm_80 have no plan.
+"""
+
+
 def _head() -> list[str]:
     version = f"{CUDNN // 10000}.{CUDNN // 100 % 100}.{CUDNN % 100}"
     return f"""\
-# What cuDNN plans of conv and matmul
+# Supported configurations: convolutions and matmuls
 
 Written by `python -m scripts.support_table`, on a machine without a GPU; do not edit.
 jax_cudnn {jax_cudnn.__version__}, cuDNN {version}.
 
-The real cuDNN (nvidia-cudnn-jit: the engines that it compiles at run time) was asked
-for a plan of each part of the graphs of `tests/products/shared/fusion_cases.py`, for
-the descriptions of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) in
-`jax_cudnn/data/gpus`. The full cuDNN has precompiled engines besides, for convolutions
-with groups among others, and may plan more than this. Plans were listed; `make gpuless`
-builds a sample of them. Nothing ran. Sizes are small, and channels multiples of 16
-unless said.
-[What cuDNN plans of attention](attention_support.md) is a table of its own.
+This page says which convolutions and matmuls cuDNN has plans for, by GPU.
+[Attention](attention_support.md) and [norms, pooling and grouped
+matmuls](operation_support.md) have pages of their own.
 
-- **part**: "forward" is the call, "training" the same with what its gradient needs
-  saved in the same kernel. The others are the gradients; the cotangent's way through
-  the activation, and the gradients of bias, residual and scale, are XLA's by default.
-- **yes**: one kernel, no work outside but on the filters, which are small.
-- **no**: "auto" runs XLA, "cudnn" raises `UnsupportedError`.
-- "auto" leaves i8 and f8 weights beside 16-bit operands to XLA as well, until
-  `plans.autotune` has measured a plan to be faster.
-- f64 is always XLA's. GPUs below sm_80 have no plan.
-- Arrays are channels-last unless said; "conv alone" has no epilogue.
+The real cuDNN was asked for a plan of each part of the graphs in
+`tests/products/shared/fusion_cases.py`, for an A100 (sm_80), an H200 (sm_90) and a B200
+(sm_100) that were not present. Nothing was run on a GPU; `make gpuless` builds a sample
+of the plans. The package was `nvidia-cudnn-jit`, which has only the engines that are
+compiled when they are planned. The full cuDNN also has precompiled engines, for grouped
+convolutions among others, and may support more.
+
+- **case**: sizes are small, channels are multiples of 16, and arrays are channels-last
+  unless the case says otherwise. "conv alone" has no epilogue.
+- **part**: "forward" is the call, and "training" the call that also saves values for
+  its gradient in the same kernel. The others are the gradients. By default, XLA
+  computes the derivative of the activation and the gradients of bias, residual and
+  scale.
+
+| cell | meaning |
+| --- | --- |
+| yes | one kernel, with no work around it except on the filters, which are small |
+| no | "auto" runs XLA, and "cudnn" raises `UnsupportedError` |
 """.splitlines()
 
 
@@ -228,12 +241,13 @@ def page() -> str:
         body += _section(group, refusals)
     used = "\n".join(body)
     legend = [
-        f"- **{word}**: {meaning}."
+        f"| {word} | {meaning} |"
         for _, word, meaning in _NOTES
         if word and re.search(rf"\b{word}\b", used)
     ]
     reasons = [f"{i}. {text}" for i, text in enumerate(refusals.texts, 1)]
-    lines = [*_head(), *legend, *body, "", "## Refusals", "", *reasons]
+    rest = _REST.splitlines()
+    lines = [*_head(), *legend, *rest, *body, "", "## Refusals", "", *reasons]
     return "\n".join(lines) + "\n"
 
 

@@ -100,7 +100,7 @@ def to_cudnn(model: keras.Layer, *, implementation: Implementation = "auto") -> 
     has compiled for training and prediction are compiled anew.
 
     A layer of a subclass is turned too, unless the subclass replaces the method that
-    computes. Attention of more than one axis, attention whose weights are asked for,
+    computes. Attention of more than one axis, attention that returns its weights,
     and operands of different dtypes, of integers or sparse ones are computed by Keras;
     the logger "jax_cudnn" says so at INFO. Layers that are quantised run Keras's
     quantised code.

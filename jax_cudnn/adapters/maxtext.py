@@ -174,9 +174,9 @@ def _dropout_key(op: Any, rate: float) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class F8Quantization:
-    """A quantisation of MaxText's dense layers: their products run in f8.
+    """A quantisation of MaxText's dense layers: their matmuls run in f8.
 
-    MaxText asks it for the product of each layer. Parameters stay where they are. The
+    MaxText calls it for the matmul of each layer. Parameters do not move. The
     scales of `f8.Delayed` are variables in "_overwrite_with_gradient", which MaxText's
     training step carries on.
 

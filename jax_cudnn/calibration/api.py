@@ -46,7 +46,8 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Calibrated(Page):
-    """The result of ``calibrated``: what "auto" goes by on this machine's GPU.
+    """The result of ``calibrated``: which measurements "auto" uses on this machine's
+    GPU.
 
     ``gpu`` and ``cudnn`` are "" where JAX has no GPU. ``own`` are the calibrations
     that are kept here, and ``shipped`` the architecture and the version of cuDNN of
@@ -96,11 +97,11 @@ def calibrate(
 ) -> Calibrated:
     """Measure this machine's GPU, so that "auto" knows where cuDNN is faster on it.
 
-    Calls of the sizes that models have are drawn: products with what follows them,
-    convolutions, in groups and depthwise ones, norms and attention. The kernels of
-    which least is known are timed by cuDNN and by XLA, until the time is over. What was
-    measured is kept beside the plan cache after every batch. This process and all that
-    share the folder go by it, for this kind of GPU. A later call goes on where an
+    Calls of the sizes that models have are drawn: matmuls with the operations after
+    them, convolutions, in groups and depthwise ones, norms and attention. The kernels
+    of which least is known are timed by cuDNN and by XLA, until the time is over. What
+    was measured is stored in the cache folder after every batch. This process and all
+    that share the folder go by it, for this kind of GPU. A later call goes on where an
     earlier one ended, and measures again what was measured with another cuDNN, JAX or
     driver. Several processes may calibrate at once.
 
@@ -185,9 +186,9 @@ def _measured(
 
 
 def calibrated() -> Calibrated:
-    """Return what "auto" goes by on this machine's GPU: its own times, or others'.
+    """Return which measurements "auto" uses on this machine's GPU: its own, or others.
 
-    It reads the files as they are now. A program that runs already goes by a file that
+    It reads the files as they are now. A running program uses a file that
     another process wrote after `set_cache`.
     """
     local = local_target()

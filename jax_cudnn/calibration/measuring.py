@@ -17,7 +17,7 @@ from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, label, operand_text, to_json
 from jax_cudnn.legalize import Legal
 from jax_cudnn.lowering import run_cudnn, run_xla
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import LocalGpu, local_device
 from jax_cudnn.policy import measured_as, ranked
 from jax_cudnn.tuning.stopwatch import (
@@ -44,7 +44,7 @@ class Kernel:
         self.part, self._gpu = part, gpu
         self._is_thorough = is_thorough
         self._operands = OperandSets(part, local_device())
-        self.step: Step | None = None
+        self.step: PartDecision | None = None
         self.plans: dict[int, native.PlanInfo] = {}
         self.kernels: dict[str, native.PlanInfo] = {}
         self.programs: dict[str, Callable[..., Any]] = {}
@@ -63,19 +63,19 @@ class Kernel:
             self._operands.compile()
         self.step = step
 
-    def _first_step(self) -> Step | None:
+    def _first_step(self) -> PartDecision | None:
         """Return the first way that cuDNN plans, with cuDNN's own first plan."""
         for way in ranked(self.part, self._gpu.target):
             try:
                 plan = self._gpu.plan(to_json(way.legal.graph))
             except UnsupportedError:
                 continue
-            return Step(
+            return PartDecision(
                 part=self.part, legal=way.legal, plan=plan, target=self._gpu.target
             )
         return None
 
-    def _plan_others(self, step: Step) -> None:
+    def _plan_others(self, step: PartDecision) -> None:
         """Plan the first plan of each engine, and the kernels of the first one's."""
         assert step.legal is not None
         assert step.plan is not None
@@ -141,7 +141,7 @@ def _kernel_of(candidate: native.Candidate) -> str:
     return json.dumps(dict(candidate.knobs)) if names == ["KERNEL_CFG"] else ""
 
 
-def by_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def by_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     """Return the results of a part by a plan of cuDNN's."""
     return run_cudnn(step, operands)
 

@@ -17,8 +17,8 @@ def add_command(commands: Any) -> None:
         "calibrate",
         help='measure this GPU, so that "auto" knows where cuDNN is faster on it',
         description="Times kernels of the sizes that models have by cuDNN and by XLA, "
-        "and keeps the times beside the plan cache. Programs that are compiled from "
-        'then on go by them where implementation="auto" decides. A later call goes on '
+        "and keeps the times in the cache folder. Programs that are compiled from "
+        'then on use them where implementation="auto" decides. A later call goes on '
         "where an earlier one ended. It needs the GPU to itself. For example: "
         "calibrate --seconds 600",
     )

@@ -397,10 +397,10 @@ def _environment(facts: Facts) -> Iterator[Finding]:
     environment = dict(facts.environment)
     if (override := environment.get("NVIDIA_TF32_OVERRIDE")) is not None:
         told = (
-            "f32 products are not rounded to TF32, whatever the program asks for, and "
+            "f32 matmuls are not rounded to TF32, whatever the program requests, and "
             "are several times slower"
             if override == "0"
-            else "f32 products are rounded to TF32, whatever the program asks for"
+            else "f32 matmuls are rounded to TF32, whatever the program asks for"
         )
         yield Finding(
             severity="warning",
@@ -445,7 +445,7 @@ def _calibration(facts: Facts) -> Iterator[Finding]:
             severity="note",
             name="not-calibrated",
             what=f"Nothing was measured on {gpu.name} (sm_{gpu.sm_version}) with cuDNN "
-            f'{minor_text(cudnn)}: where nothing was tuned, "auto" goes by {nearest}.',
+            f'{minor_text(cudnn)}: where nothing was tuned, "auto" uses {nearest}.',
             fix="`jax-cudnn calibrate` (five minutes) measures it.",
         )
     for each in here:

@@ -198,7 +198,7 @@ def make_attention_fn(
         these two cases. "xla": never cuDNN.
       is_causal: whether every call is causal. This is the way to a causal kernel from
         linen, whose layers can only pass a mask. Default False: as each call says. Not
-        for `decode=True`, where the layer's own mask hides later keys.
+        for `decode=True`, where the layer's own mask masks later keys.
 
     Returns:
       An `AttentionFn`, for the `attention_fn` argument of Flax's attention layers.

@@ -19,7 +19,7 @@ from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.masks import Causal, Mask, sorted_arguments
-from jax_cudnn.ops.attention.visibility.sentences import Overrun, Tokens
+from jax_cudnn.ops.attention.visibility.predicates import Overrun, Tokens
 from jax_cudnn.ops.common.arguments import check_integers, clipped, options
 
 _log = logging.getLogger("jax_cudnn")

@@ -217,8 +217,8 @@ def refuse_products(layer: str, given: Sequence[str]) -> None:
     """Raise for a `dot_general`, passed by these names beside a recipe."""
     if given:
         raise ValueError(
-            f"{layer}: {', '.join(given)} was passed beside recipe. Either decides "
-            "how the projections are multiplied. Leave one of them out."
+            f"{layer}: {', '.join(given)} was passed with recipe. Either decides "
+            "how the projections are multiplied. Omit one of them."
         )
 
 

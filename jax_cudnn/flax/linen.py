@@ -228,7 +228,7 @@ class Dense(linen.Dense):
     Attributes:
       activation: as in `jax_cudnn.conv`. Default None: none.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.
-      recipe: `f8.Delayed()` or another recipe of f8: the layer's three products run in
+      recipe: `f8.Delayed()` or another recipe of f8: the layer's three matmuls run in
         f8, by an :class:`F8DotGeneral`, whose state is one more collection of
         variables. A residual is added after the kernel then. Default None: no f8.
       dot_general: must be None, and so must `dot_general_cls`. All other attributes are

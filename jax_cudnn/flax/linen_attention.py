@@ -61,7 +61,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         others. Its arrays are no parameters. With a cache, the indices are places in
         the sequence. Default None.
       recipe: `f8.Delayed()` or another recipe of f8: the four projections run in f8,
-        each by an :class:`F8DotGeneral` of its own; see the guide "f8". Not beside
+        each by an :class:`F8DotGeneral` of its own; see the guide "f8". Not with
         attributes for a `dot_general`. Default None: as these say.
       ragged_cache: whether `cache_index` is made with one number for each batch entry.
         Default False: one for all.
@@ -330,7 +330,7 @@ def _inputs(
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(
-                f"{name}: inputs_kv was passed beside inputs_k or inputs_v. It stands "
+                f"{name}: inputs_kv was passed with inputs_k or inputs_v. It stands "
                 "for both. Pass inputs_k and inputs_v."
             )
         warnings.warn(

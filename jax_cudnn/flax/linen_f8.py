@@ -25,7 +25,7 @@ from jax_cudnn.ops.common.f8_recipes import (
 
 
 class F8DotGeneral(linen.Module):
-    r"""A contraction whose three products run in f8, as linen's `dot_general_cls`.
+    r"""A contraction whose three matmuls run in f8, as linen's `dot_general_cls`.
 
     .. math::
 
@@ -44,7 +44,7 @@ class F8DotGeneral(linen.Module):
         `f8.MXFP8()` or `f8.NVFP4()`.
       implementation: "auto" (default), "cudnn" or "xla", as for
         :func:`jax_cudnn.matmul`.
-      rhs_sharding: how the products read the f8 copy of the weights, as for
+      rhs_sharding: how the matmuls read the f8 copy of the weights, as for
         :func:`jax_cudnn.f8.dot_general`. `PartitionSpec()` gathers weights that are
         divided (FSDP) as their copies. Default None: the partitioner decides.
 

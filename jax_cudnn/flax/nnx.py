@@ -286,7 +286,7 @@ class Linear(nnx.Linear):
       in_features: as in `flax.nnx.Linear`.
       out_features: as in `flax.nnx.Linear`.
       activation: as in `jax_cudnn.conv`. Default None: none.
-      recipe: `f8.Delayed()` or another recipe of f8: the layer's three products run in
+      recipe: `f8.Delayed()` or another recipe of f8: the layer's three matmuls run in
         f8, by an :class:`F8DotGeneral` in the attribute `dot_general`. A residual is
         added after the kernel then. Default None: no f8.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.

@@ -73,7 +73,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     Raises:
       ValueError: `attention_fn` is given; heads that do not fit; an unknown
-        `implementation`; a `scale` that is not finite; a `recipe` beside a
+        `implementation`; a `scale` that is not finite; a `recipe` with a
         `dot_general`.
       TypeError: a `recipe`, `rotary`, `scale`, `score_mod`, `local_window_size` or flag
         of another type.

@@ -113,7 +113,7 @@ class _F8Product(nnx.Module):
 
 
 class F8DotGeneral(_F8Product):
-    r"""A contraction whose three products run in f8, for `dot_general` of nnx's layers.
+    r"""A contraction whose three matmuls run in f8, for `dot_general` of nnx's layers.
 
     .. math::
 
@@ -134,7 +134,7 @@ class F8DotGeneral(_F8Product):
         `f8.MXFP8()` or `f8.NVFP4()`.
       implementation: "auto" (default), "cudnn" or "xla", as for
         :func:`jax_cudnn.matmul`.
-      rhs_sharding: how the products read the f8 copy of the weights, as for
+      rhs_sharding: how the matmuls read the f8 copy of the weights, as for
         :func:`jax_cudnn.f8.dot_general`. `PartitionSpec()` gathers weights that are
         divided (FSDP) as their copies. Default None: the partitioner decides.
 

@@ -48,7 +48,7 @@ class FusedKernel:
 
     Attributes:
       operations: what became it, the contraction first.
-      graph: what cuDNN is asked for.
+      graph: the graph that cuDNN plans.
       calls: who runs it on the GPU that was asked about, of ``plans.explain``; empty
         where none was.
     """

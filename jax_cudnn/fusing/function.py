@@ -141,8 +141,8 @@ def _typed(x: jax.Array, aval: Any) -> jax.Array:
 def check_one_kernel(name: str, found: Split) -> None:
     """Raise UnsupportedError unless a function is one kernel and nothing else."""
     advice = (
-        "strict=True asks for one kernel and nothing beside it. Move the operation out "
-        "of the function, or leave strict out: XLA then runs it."
+        "strict=True requires one kernel and nothing else. Move the operation out "
+        "of the function, or omit strict: XLA then runs it."
     )
     kept = [each for each in found.left if not is_free(each.work)]
     norms = [found.norms[each.work] for each in kept if each.work in found.norms]

@@ -2,7 +2,7 @@
 """Finds which operations of a function become one kernel, and why others do not.
 
 A kernel is a contraction with the operations that follow it element by element, and
-sums and extremes of these at its end. Each is written as nodes with exactly the meaning
+reductions of these at its end. Each is written as nodes with exactly the meaning
 that it has in the function: its value, its derivatives, NaN, and the rounding to its
 dtype. What cannot be written so ends the kernel.
 """
@@ -30,7 +30,7 @@ from jax_cudnn.lowering import (
     typed_like,
 )
 from jax_cudnn.ops.common.fusion import Fusion, Result
-from jax_cudnn.ops.common.outside import Beside
+from jax_cudnn.ops.common.score_independent import External
 from jax_cudnn.ops.common.tracing import (
     Made,
     Step,
@@ -46,7 +46,7 @@ _FLOATS = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read(Beside):
+class Read(External):
     """An array beside the contraction, of a view's rank, with 1 where it broadcasts."""
 
     value: Value
@@ -71,7 +71,7 @@ class Kernel:
     """A contraction with what follows it, being put together and then run.
 
     ``made`` says which step makes a value, and ``views`` how its axes lie. ``reduced``
-    are the steps that are sums and extremes, with the axes of the kernel's tensor along
+    are the steps that are reductions, with the axes of the kernel's tensor along
     which they are, and ``casts`` says of what each cast of one is: XLA casts behind the
     kernel. ``graph`` and ``options`` are what it was run as.
     """
@@ -148,7 +148,7 @@ class Kernel:
         (output,) = work.outputs
         if any(self.is_reduction(x) for x in work.reads):
             if not (isinstance(work, Operation) and _is_cast(work)):
-                raise UntraceableError("nothing follows a sum or an extreme")
+                raise UntraceableError("nothing follows a reduction")
             self._check_dtype(output)
             self._check_cast(work)
             (x,) = work.reads
@@ -200,12 +200,12 @@ class Kernel:
         return made
 
     def is_reduction(self, x: Value) -> bool:
-        """Whether a value is a sum or an extreme that the kernel makes."""
+        """Whether a value is a reduction that the kernel makes."""
         made = self.made.get(x)
         return made is not None and made.position in self.reduced
 
     def _reduction(self, work: Operation, view: View) -> tuple[Made, View]:
-        """Write a sum or an extreme; return it, and how its axes lie."""
+        """Write a reduction; return it, and how its axes lie."""
         (x,), (output,) = work.inputs, work.outputs
         assert isinstance(x, Value)
         self._check_dtype(output)
@@ -311,10 +311,10 @@ class Kernel:
         names, operands = [value], dict[Read, str]()
         rank = len(fusion.writer[value].dims)
 
-        def argument(x: int | float | Beside) -> str:
+        def argument(x: int | float | External) -> str:
             if isinstance(x, int):
                 return names[x]
-            if not isinstance(x, Beside):
+            if not isinstance(x, External):
                 return fusion.writer.constant(x, rank)
             assert isinstance(x, Read)
             if x not in operands:

@@ -352,9 +352,11 @@ _KEPT = {
             *("argmax", "argmin", "cumsum", "reduce_max", "reduce_min"),
             *("reduce_prod", "reduce_sum"),
         ),
-        "XLA fuses sums and extremes along axes with what is around them",
+        "XLA fuses reductions with the operations around them",
     ),
-    **dict.fromkeys(("scan", "while"), "a loop is a loop; fuse within it"),
+    **dict.fromkeys(
+        ("scan", "while"), "loops are left to XLA; use fuse inside of the loop"
+    ),
     **dict.fromkeys(
         ("checkpoint", "remat2"),
         "what jax.checkpoint computes again is its own; fuse within it",

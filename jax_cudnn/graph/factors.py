@@ -3,9 +3,35 @@
 
 A factor is a size that can be divided among devices by itself, as the letters of an
 einsum can: the batch, key heads, rows, ... An axis that multiplies letters consists of
-several factors, the slowest first, and so does an axis with members
-(lowering/sharding/members.py). What the table says of the letters holds for their
+several factors, the slowest first, and so does an axis with subaxes
+(lowering/sharding/subaxes.py). What the table says of the letters holds for their
 factors.
+
+For example, an array (2, 7, 24) times a matrix (24, 5), as a graph:
+
+>>> from jax_cudnn.graph import MatmulAttributes, Tensor
+>>> tensors = tuple(
+...     Tensor(name=name, dtype="f32", dims=dims, order=(0, 1, 2))
+...     for name, dims in zip("abc", [(1, 14, 24), (1, 24, 5), (1, 14, 5)])
+... )
+>>> roles = {"a": "a", "b": "b"}, {"output": "c"}
+>>> matmul = Node.make("matmul", *roles, MatmulAttributes())
+>>> graph = Graph(
+...     tensors=tensors, nodes=(matmul,), inputs=("a", "b"), outputs=("c",)
+... )
+>>> split = ("a", ((1,), (2, 7), (24,))), ("c", ((1,), (2, 7), (5,)))
+>>> factors = factors_of(graph, (*split, ("b", ((1,), (24,), (5,)))))
+
+There are four factors. The rows of the array are two of them, and no axis of size 1 has
+a factor. The result is a sum over factor 2, the contraction: if that one is divided,
+each device has a partial sum.
+
+>>> factors.sizes
+(7, 2, 24, 5)
+>>> factors.axes["a"], factors.axes["b"], factors.axes["c"]
+(((), (1,), (0,), (2,)), ((), (2,), (3,)), ((), (1,), (0,), (3,)))
+>>> factors.partial["c"]
+frozenset({2})
 """
 
 import functools
@@ -16,7 +42,7 @@ from dataclasses import dataclass, replace
 
 from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.kinds import is_anchor, roles_in, row_of
-from jax_cudnn.graph.pointwise import is_extreme
+from jax_cudnn.graph.pointwise import is_max_or_min
 from jax_cudnn.graph.shapes import check_tensors, letters_of
 from jax_cudnn.graph.spec import Graph, Node
 from jax_cudnn.graph.walks import readers
@@ -53,20 +79,20 @@ class Factors:
 
 @functools.lru_cache(maxsize=4096)
 def factors_of(
-    graph: Graph, members: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+    graph: Graph, subaxes: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 ) -> Factors:
-    """Return the factors of a graph with one kernel, given its tensors' members."""
-    return _Reader(graph, dict(members)).read()
+    """Return the factors of a graph with one kernel, given its tensors' subaxes."""
+    return _Reader(graph, dict(subaxes)).read()
 
 
 class _Reader:
-    """Finds the letters of each class of axes, and divides them by the members."""
+    """Finds the letters of each class of axes, and divides them by the subaxes."""
 
     def __init__(
-        self, graph: Graph, members: Mapping[str, tuple[tuple[int, ...], ...]]
+        self, graph: Graph, subaxes: Mapping[str, tuple[tuple[int, ...], ...]]
     ) -> None:
         self._graph = graph
-        self._members = members
+        self._subaxes = subaxes
         self._classes = axis_classes(graph)
         (self._kernel,) = (node for node in graph.nodes if is_anchor(node))
         self._row = row_of(self._kernel)
@@ -89,10 +115,10 @@ class _Reader:
         axes = {
             tensor.name: tuple(
                 product
-                for axis, members in zip(
-                    tensor.order, self._members[tensor.name], strict=True
+                for axis, subaxes in zip(
+                    tensor.order, self._subaxes[tensor.name], strict=True
                 )
-                for product in self._products((tensor.name, axis), members, numbers)
+                for product in self._products((tensor.name, axis), subaxes, numbers)
             )
             for tensor in self._graph.tensors
         }
@@ -100,7 +126,7 @@ class _Reader:
         partial = self._partial(axes, numbers)
         whole |= _read_partial(self._graph, self._kernel, partial)
         # Devices add up their shares, and nothing else.
-        for node in filter(is_extreme, self._graph.nodes):
+        for node in filter(is_max_or_min, self._graph.nodes):
             whole |= set().union(*(partial[name] for _, name in node.outputs))
         return Factors(
             sizes=tuple(
@@ -139,14 +165,14 @@ class _Reader:
         self._bounds = {letter: {1, size} for letter, size in self._sizes.items()}
 
     def _divide_letters(self) -> bool:
-        """Divide letters where members of an axis end; whether any was divided."""
+        """Divide letters where subaxes of an axis end; whether any was divided."""
         before = {letter: len(bounds) for letter, bounds in self._bounds.items()}
         for tensor in self._graph.tensors:
-            for axis, members in zip(
-                tensor.order, self._members[tensor.name], strict=True
+            for axis, subaxes in zip(
+                tensor.order, self._subaxes[tensor.name], strict=True
             ):
                 letters = self._letters.get(self._classes[tensor.name, axis], ())
-                ends = {math.prod(members[i:]) for i in range(len(members))}
+                ends = {math.prod(subaxes[i:]) for i in range(len(subaxes))}
                 unit = 1
                 for letter in reversed(letters):
                     size = self._sizes[letter]
@@ -154,7 +180,7 @@ class _Reader:
                     exact = {e // unit for e in ends if e % unit == 0}
                     self._bounds[letter] |= own & exact
                     if not own <= exact or not _is_chain(self._bounds[letter]):
-                        # Members that the letter does not consist of.
+                        # Subaxes that the letter does not consist of.
                         self._whole.add(letter)
                         self._bounds[letter] = {1, size}
                     unit *= size
@@ -166,10 +192,10 @@ class _Reader:
     def _products(
         self,
         axis: tuple[str, int],
-        members: Sequence[int],
+        subaxes: Sequence[int],
         numbers: Mapping[tuple[str, int], int],
     ) -> list[Product]:
-        """Return the factors of each member of an axis."""
+        """Return the factors of each subaxis of an axis."""
         letters = self._letters.get(self._classes[axis], ())
         remaining = [
             (numbers[letter, bound], self._step(letter, bound) // bound)
@@ -177,10 +203,10 @@ class _Reader:
             for bound in sorted(self._bounds[letter])[:-1][::-1]
         ]
         found: list[Product] = []
-        for member in members:
+        for subaxis in subaxes:
             own: list[int] = []
             size = 1
-            while size < member and remaining:
+            while size < subaxis and remaining:
                 number, factor = remaining.pop(0)
                 own.append(number)
                 size *= factor

@@ -65,7 +65,7 @@ class ReductionAttributes(Attributes):
     mode: str
 
 
-def is_extreme(node: Node) -> bool:
+def is_max_or_min(node: Node) -> bool:
     """Whether a node takes the largest or the smallest of some elements."""
     attributes = node.attributes
     return isinstance(attributes, ReductionAttributes) and attributes.mode != "add"
@@ -181,7 +181,7 @@ def input_cotangent(
             rest = apply("mul", rest, rest)
             return apply("mul", apply("neg", apply("mul", ct, use("a"))), rest)
         case (("max" | "min"), _):
-            return _grad_of_extreme(writer, mode, use(role), use(_other(role)), ct)
+            return _grad_of_max_or_min(writer, mode, use(role), use(_other(role)), ct)
         case "pow", "a":
             lower = apply("pow", use("a"), apply("sub", use("b"), constant(1.0)))
             return apply("mul", ct, apply("mul", use("b"), lower))
@@ -201,7 +201,7 @@ def _other(role: str) -> str:
     return "b" if role == "a" else "a"
 
 
-def _grad_of_extreme(
+def _grad_of_max_or_min(
     writer: "GradientWriter", mode: str, own: str, other: str, ct: str
 ) -> str:
     """Give all to the one that was taken, and half to each of two equal ones."""
@@ -212,15 +212,15 @@ def _grad_of_extreme(
 
 
 def _vjp_reduction(writer: "GradientWriter", node: Node, ct: str, role: str) -> str:
-    """Give each term of a sum the cotangent, and equal extremes a share of it."""
+    """Give each term of a sum the cotangent, and equal maxima a share of it."""
     assert isinstance(node.attributes, ReductionAttributes)
     apply, one = writer.pointwise, writer.constant(1.0)
     x = writer.use(dict(node.inputs)[role])
-    if not is_extreme(node):
+    if not is_max_or_min(node):
         # Ones in the shape of x, whatever is in it: a node has no shape of its own.
         return apply("mul", apply("select", one, one, apply("eq", x, x)), ct)
-    extreme = writer.use(dict(node.outputs)["output"])
-    is_it = apply("select", one, writer.constant(0.0), apply("eq", x, extreme))
+    largest = writer.use(dict(node.outputs)["output"])
+    is_it = apply("select", one, writer.constant(0.0), apply("eq", x, largest))
     count = writer.reduce_to(is_it, writer[ct].dims)
     return apply("mul", is_it, apply("div", ct, count))
 

@@ -14,7 +14,7 @@ from jax_cudnn.graph.pointwise import (
     ConstantAttributes,
     PointwiseAttributes,
     ReductionAttributes,
-    is_extreme,
+    is_max_or_min,
 )
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcast
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
@@ -221,8 +221,8 @@ class GradientWriter(GraphWriter):
         # The one tensor that each follows from; None for a constant.
         self._roots: dict[str, str | None] = {name: name for name in graph.inputs}
         self._after_contraction: set[str] = set()
-        # An extreme is found again by comparison: in what it was taken of.
-        readers = [x for x in graph.nodes if _is_contraction(x) or is_extreme(x)]
+        # A max or min is found again by comparison with what it was taken of.
+        readers = [x for x in graph.nodes if _is_contraction(x) or is_max_or_min(x)]
         self._handed_on = read_by(readers)
         for node in graph.nodes:
             self._place(node)
@@ -378,8 +378,8 @@ def residual_tensor(graph: Graph, name: str) -> Tensor:
     """
     tensor = graph.tensor(name)
     dtype = graph.output_tensors[0].dtype
-    if any(name in read_by([node]) for node in graph.nodes if is_extreme(node)):
-        return tensor  # Rounded, it might not be the extreme any more.
+    if any(name in read_by([node]) for node in graph.nodes if is_max_or_min(node)):
+        return tensor  # Rounded, it might not be the max or min any more.
     sums = made_by(node for node in graph.nodes if node.kind == "reduction")
     if graph.outputs[0] in sums:
         return tensor  # The dtype of a sum says nothing of what is added up.

@@ -48,7 +48,7 @@ def _refusals(editor: GraphEditor) -> tuple[str, ...]:
         reasons.append("f64: cuDNN pools bf16, f16 and f32")
     if _has_empty_window(editor):
         reasons.append(
-            "a window lies in padding alone: what cuDNN gives for it is not documented"
+            "a window has only padding: cuDNN's result for it is not documented"
         )
     return tuple(reasons)
 

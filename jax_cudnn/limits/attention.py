@@ -63,7 +63,7 @@ LIMITS = (
         holds=_has_score_mod,
         lacking=True,
         versions=range(91900),
-        what="a `score_mod` was not run",
+        what="`score_mod` was not tried",
         words="score_mod is run with cuDNN 9.19 and newer; use such a version",
         done=_BY_XLA,
         source="9.19 is the oldest that was tried: planned for sm_90, run on an H200",
@@ -140,7 +140,7 @@ LIMITS = (
         lacking=True,
         versions=range(91900),
         gpus=ALL_GPUS[100:],
-        what="f8 attention takes no head size of 192, not with 128 for values either",
+        what="f8 attention does not take head sizes of 192, even with 128 for values",
         words=_HEADS_OF_BLACKWELL,
         done=_BY_XLA,
         source=_F8_SURFACE,
@@ -175,9 +175,9 @@ LIMITS = (
 
 LENGTHS_ARE_COPIED = Row(
     versions=range(91501),
-    what="without lengths, and with t % 128 not 0, lengths are copied from the host in "
-    "each launch of attention, which a command buffer must not do",
-    done="lengths are given as an operand",
+    what="without lengths, and if t % 128 is not 0, each launch of attention copies "
+    "lengths from the host, which is not allowed in a command buffer",
+    done="lengths are passed as an operand",
     source="cudnn-frontend, `scaled_dot_product_flash_attention.h`, "
     '"workaround padding mask"',
 )
@@ -186,7 +186,7 @@ NO_PACKED_STATS = Row(
     elsewhere=True,
     what="there is no log-sum-exp of packed sequences",
     words="sm_{target.sm_version} has no packed log-sum-exp in cuDNN",
-    done="the sequences of a row are a mask, whose memory grows with s*t",
+    done="the sequences of a row become a mask, in memory that grows with s * t",
     source='cudnn-frontend 1.28 refuses it for sm_8x and sm_12x ("Packed/ragged LSE is '
     'not supported")',
 )
@@ -194,7 +194,7 @@ F8_NEEDS_TWO_QUERIES = Row(
     gpus=range(100),
     is_of_unknown=True,
     what="f8 attention has no plan for a single query",
-    done="the query is there twice; with causality or a window, XLA runs it",
+    done="the query is duplicated; with causality or a window, XLA runs it",
     source="seen: planned with 9.19 and 9.27 for sm_90",
 )
 DROPOUT_NOT_COMPARED = Row(
@@ -202,26 +202,26 @@ DROPOUT_NOT_COMPARED = Row(
     gpus=range(90, 91),
     elsewhere=True,
     is_of_unknown=True,
-    what="which probabilities a kernel's own dropout keeps was not compared with the "
-    "reference",
-    done="XLA writes a mask of them, whose memory grows with s*t",
+    what="the dropout of cuDNN's kernel was not compared with the reference",
+    done="XLA writes a dropout mask, in memory that grows with s * t",
     source="9.19.0 was compared bit by bit on an H200",
 )
 UNSEEN_KEYS_HAVE_GRADIENTS = Row(
     versions=range(91900),
     is_of_unknown=True,
-    what="keys of a batch entry whose length of queries is 0 have gradients",
-    done="those of its keys and values are replaced by 0",
-    source="seen: 9.14.0 on an H100; 9.19.0 and 9.28.1 give 0, none between was run",
+    what="keys of a batch entry whose query length is 0 get gradients",
+    done="these gradients are replaced by 0",
+    source="seen: 9.14.0 on an H100; 9.19.0 and 9.28.1 give 0, versions in between "
+    "were not tried",
 )
 LARGE_PACKED_HEADS = Row(
     versions=range(91900),
     what="gradients of packed sequences are wrong where a head size is over 128",
     words="cuDNN {cudnn} computes wrong gradients of packed sequences with head sizes "
     "over 128; 9.19 does not",
-    done="the sequences of a row are a mask, whose memory grows with s*t",
-    source="seen: 9.14.0 on an H100, errors of 0.3 to 0.9; 9.19.0 is right, none "
-    "between was run",
+    done="the sequences of a row become a mask, in memory that grows with s * t",
+    source="seen: 9.14.0 on an H100, errors of 0.3 to 0.9; 9.19.0 is right, versions "
+    "in between were not tried",
 )
 WORKAROUNDS = (
     LENGTHS_ARE_COPIED,

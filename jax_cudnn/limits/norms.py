@@ -28,8 +28,9 @@ LIMITS = (
         kinds=frozenset({"group_norm_backward"}),
         holds=_has_odd_examples,
         versions=range(92000, ALL_VERSIONS.stop),
-        what="the gradient of group norm by images of 16 bits, channels last, is wrong "
-        "where an image has an odd number of elements, and differs from run to run",
+        what="the gradient of group norm with respect to 16-bit images, channels last, "
+        "is wrong if an image has an odd number of elements, and differs from run to "
+        "run",
         done=_BY_XLA,
         source="seen: 9.28.1 on an H200, errors of 0.02 to 700 of the largest value in "
         "several images of 7 x 121 and like them, more often in f16 than in bf16. "
@@ -52,7 +53,7 @@ LIMITS = (
         holds=always,
         lacking=True,
         gpus=range(80),
-        what="there are norms of few sizes, and none of bf16",
+        what="norms support few sizes, and not bf16",
         words="sm_{target.sm_version} ({target.name}): norms need sm_80 (Ampere) or "
         "newer",
         done=_BY_XLA,
@@ -63,7 +64,7 @@ LIMITS = (
         holds=always,
         lacking=True,
         versions=range(90800),
-        what="norms were not planned",
+        what="norms were not tried",
         words="cuDNN {cudnn} is older than 9.8",
         done=_BY_XLA,
         source="older ones were not tried",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of contractions: convolutions, products, and products of groups."""
+"""The limits of contractions: convolutions, matmuls, and grouped matmuls."""
 
 import math
 
@@ -16,7 +16,7 @@ _CAUSAL = frozenset({"causal_conv1d", "causal_conv1d_backward"})
 _GROUPED = frozenset({"grouped_matmul", "grouped_matmul_backward"})
 _BLOCK_SCALED = frozenset({"block_scaled_matmul"})
 _BY_XLA = "XLA runs them"
-_BY_XLAS_CUDNN = "XLA runs them, which may ask the same cuDNN"
+_BY_XLAS_CUDNN = "XLA runs them, possibly by the same cuDNN"
 
 
 def _is_3d(graph: Graph, node: Node, *dtypes: str) -> bool:
@@ -64,21 +64,21 @@ LIMITS = (
         holds=always,
         lacking=True,
         gpus=range(100),
-        what="there are no products of operands with a scale for each block",
-        words="{target.name} is sm_{target.sm_version}; products of MXFP8 and NVFP4 "
+        what="there are no matmuls with a scale for each block",
+        words="{target.name} is sm_{target.sm_version}; matmuls in MXFP8 and NVFP4 "
         "need sm_100 (Blackwell) or newer",
-        done="XLA multiplies what they stand for, in bf16",
+        done="XLA multiplies the dequantised values in bf16",
         source="cuDNN 9.27 lists no plan for sm_90, and lists plans for sm_100 and "
-        "sm_120; nothing was run",
+        "sm_120; not run on a GPU",
     ),
     Limit(
         kinds=_BLOCK_SCALED,
         holds=always,
         lacking=True,
         versions=range(91900),
-        what="products with a scale for each block were not planned",
+        what="matmuls with a scale for each block were not tried",
         words="cuDNN {cudnn} is older than 9.19",
-        done="XLA multiplies what they stand for, in bf16",
+        done="XLA multiplies the dequantised values in bf16",
         source="cuDNN has them from 9.7 on; older ones than 9.19 were not tried",
     ),
     Limit(
@@ -97,7 +97,7 @@ LIMITS = (
         holds=always,
         lacking=True,
         versions=range(90800),
-        what="products and convolutions were not planned",
+        what="matmuls and convolutions were not tried",
         words="cuDNN {cudnn} is older than 9.8",
         done=_BY_XLA,
         source="older ones were not tried",
@@ -107,7 +107,7 @@ LIMITS = (
         holds=_has_f8,
         lacking=True,
         gpus=range(89),
-        what="there are no products and convolutions of f8",
+        what="there are no f8 matmuls and convolutions",
         words="sm_{target.sm_version} has no f8 tensor cores; sm_89 has",
         done=_BY_XLA,
         source="CUDA C++ Programming Guide, tensor cores",
@@ -117,7 +117,7 @@ LIMITS = (
         holds=always,
         lacking=True,
         gpus=range(80),
-        what="there are no products of groups",
+        what="there are no grouped matmuls",
         words="sm_{target.sm_version} ({target.name}): grouped matmuls need sm_80 "
         "(Ampere) or newer",
         done=_BY_XLA,
@@ -128,7 +128,7 @@ LIMITS = (
         holds=always,
         lacking=True,
         versions=range(91500),
-        what="there is no operation for products of groups",
+        what="there is no operation for grouped matmuls",
         words="cuDNN {cudnn} is older than 9.15",
         done=_BY_XLA,
         source='cudnn-frontend 1.28.0 ("Moe grouped matmul requires cuDNN v9.15.0")',
@@ -148,20 +148,19 @@ LIMITS = (
         holds=_is_narrow_3d,
         versions=range(90800, 91500),
         what="3-D convolutions of bf16 and f16, and their gradients, may be wrong, "
-        "but for windows of 1 x 1 x 1",
+        "except with windows of 1 x 1 x 1",
         done=_BY_XLAS_CUDNN,
         source="[pytorch 163539](https://github.com/pytorch/pytorch/issues/163539), "
         "[163581](https://github.com/pytorch/pytorch/pull/163581), "
-        "[166480](https://github.com/pytorch/pytorch/pull/166480). PyTorch turned off "
-        "those that are stored channels-first; here all are channels-last, and which "
-        "kernels are wrong was not published",
+        "[166480](https://github.com/pytorch/pytorch/pull/166480). PyTorch disabled "
+        "those with channels first. Here all are channels last, and which kernels are "
+        "wrong was not published",
     ),
     Limit(
         kinds=_CONVOLUTIONS,
         holds=_is_f32_3d,
         versions=range(91002, 91600),
-        what="3-D convolutions of f32 that is rounded to TF32, and their gradients, "
-        "may be wrong",
+        what="3-D convolutions of f32 in TF32, and their gradients, may be wrong",
         done=f"{_BY_XLAS_CUDNN}; with precision='highest', nothing is rounded to TF32",
         source="[pytorch 167024](https://github.com/pytorch/pytorch/pull/167024)",
     ),
@@ -180,7 +179,7 @@ LIMITS = (
         holds=_has_relu_before,
         gpus=range(100, 110),
         what="listing plans for a filter's gradient with a relu of an operand in the "
-        "kernel ends the process",
+        "kernel crashes the process",
         done="the relu is computed before the kernel",
         source="seen: planned without a GPU with the full 9.19.0 and 9.28.1 for a B200",
     ),
@@ -188,8 +187,8 @@ LIMITS = (
         kinds=frozenset({"grouped_matmul"}),
         holds=_is_one_group,
         versions=ALL_VERSIONS[92800:],
-        what="a grouped product with a single group is refused",
-        done="it is a plain product, with every version",
+        what="a grouped matmul with a single group is refused",
+        done="it is computed as a plain matmul, with every version",
         source="seen: planned without a GPU with 9.28.1, for sm_80 to sm_100; 9.19.0 "
         "and 9.27.0 plan it",
     ),

@@ -26,8 +26,8 @@ from jax_cudnn.lowering.primitives import (
 )
 from jax_cudnn.lowering.sharding.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.sharding.explicit import is_one_kernel
-from jax_cudnn.lowering.sharding.members import result_shapes
 from jax_cudnn.lowering.sharding.parts import run_parts
+from jax_cudnn.lowering.sharding.subaxes import result_shapes
 from jax_cudnn.reference.dtypes import jax_dtype
 
 

@@ -19,11 +19,11 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, kind_named, summary, to_json
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.decision import Step, decide
+from jax_cudnn.lowering.decision import PartDecision, decide
 from jax_cudnn.lowering.partitioned import set_lowering
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.lowering.sharding.members import as_results, merged
+from jax_cudnn.lowering.sharding.subaxes import as_results, merged
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 
@@ -52,7 +52,10 @@ def cuda_program(graph: Graph, options: Options) -> Callable[..., Sequence[jax.A
 
 
 def _run(
-    graph: Graph, steps: tuple[Step, ...], options: Options, *operands: jax.Array
+    graph: Graph,
+    steps: tuple[PartDecision, ...],
+    options: Options,
+    *operands: jax.Array,
 ) -> Sequence[jax.Array]:
     if not steps:
         return run_xla(graph, operands, options)
@@ -65,7 +68,7 @@ def _run(
 
 
 def run_step(
-    step: Step, operands: Sequence[jax.Array], options: Options
+    step: PartDecision, operands: Sequence[jax.Array], options: Options
 ) -> Sequence[jax.Array]:
     """Return the part's results by whoever runs it."""
     if step.contender:
@@ -75,7 +78,9 @@ def run_step(
     return run_cudnn(step, operands)
 
 
-def run_contender(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def run_contender(
+    step: PartDecision, operands: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
     """Return the part's results by a contender, which works on logical axes.
 
     Raises:
@@ -149,14 +154,14 @@ def _read_by_sums(graph: Graph) -> dict[str, Keep]:
     }
 
 
-def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def run_cudnn(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Return the part's results by cuDNN, with the array work before and after it."""
     assert step.legal is not None, "XLA runs the others"
     run = _run_cudnn if step.legal.usual is None else _run_shared
     return run(step, *operands)
 
 
-def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def _run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     assert step.legal is not None
     return step.legal.run(functools.partial(_launch, step), operands)
 
@@ -165,7 +170,7 @@ def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
 _run_shared = jax.jit(_run_cudnn, static_argnums=0)
 
 
-def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _launch(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Bind the FFI target.
 
     With a plan, its workspace is a last, dropped result, unless the launch waits for
@@ -200,7 +205,7 @@ def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     return aligned[: len(graph.outputs)]
 
 
-def _unsupported(step: Step) -> UnsupportedError:
+def _unsupported(step: PartDecision) -> UnsupportedError:
     return UnsupportedError(
         f"cuDNN cannot run {summary(step.part)} here:", step.reasons, step.advice
     )

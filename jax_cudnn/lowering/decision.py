@@ -70,7 +70,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PartDecision:
     """A part of a graph, with who runs it and why.
 
     ``legal`` is None where XLA runs it, for the ``reasons`` of the ``attempts`` that
@@ -124,13 +124,13 @@ class Decision:
     ``by`` is as in a step.
     """
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PartDecision, ...] = ()
     reasons: tuple[str, ...] = ()
     why: Why | None = None
     by: str = ""
 
     @property
-    def missing(self) -> tuple[Step, ...]:
+    def missing(self) -> tuple[PartDecision, ...]:
         """The parts that cuDNN was to run and cannot."""
         return tuple(step for step in self.steps if step.is_missing)
 
@@ -189,7 +189,7 @@ def _decide(
 
 def decide_part(
     part: Graph, gpu: Gpu | None, options: Options, trial: Trial | None = None
-) -> Step:
+) -> PartDecision:
     """Return who runs a part of a graph on a GPU; None is one that is not known."""
     target = None if gpu is None else gpu.target
     request = options.plan.to_request()
@@ -204,19 +204,19 @@ def decide_part(
         measured = None  # cuDNN had no plan: that is to be said with its reasons
     has_contraction = any(map(is_anchor, part.nodes))
     if not has_contraction and (measured is None or measured.implementation == "xla"):
-        return Step(part=part)
+        return PartDecision(part=part)
     if (reason := precision_refusal(part, options)) is not None:
         exact = Attempt.left_to_xla("by the precision asked for", reason)
-        return Step(part=part, attempts=(exact,))
+        return PartDecision(part=part, attempts=(exact,))
     legalization = legalize(part, target)
     is_auto = options.implementation == "auto"
     if measured is not None and measured.implementation == "xla" and is_auto:
         slower = Attempt.left_to_xla("by measurement", _measured_reason(measured))
-        return Step(part=part, attempts=(slower,), why="tuned")
+        return PartDecision(part=part, attempts=(slower,), why="tuned")
     if measured is not None and measured.plan and gpu is not None:
         step = _pinned(part, legalization, measured, gpu, options)
         if step is not None or not has_contraction:
-            return step or Step(part=part)
+            return step or PartDecision(part=part)
     attempts: list[Attempt] = []
     by: list[str] = []
     if legalization.reasons:
@@ -232,7 +232,7 @@ def decide_part(
             by_cublaslt = f"{way}, by cuBLASLt"
             plan = _planned(legal, ranked.asked, gpu, by_cublaslt, attempts)
             if plan is not None and plan.engine == CUBLASLT_ENGINE:
-                return Step(
+                return PartDecision(
                     part=part,
                     legal=legal,
                     plan=plan,
@@ -263,7 +263,7 @@ def decide_part(
                 attempts.append(Attempt.left_to_xla(way, told))
                 by.append(ranked.engines_by)
                 continue
-        return Step(
+        return PartDecision(
             part=part,
             legal=legal,
             plan=plan,
@@ -273,7 +273,7 @@ def decide_part(
             attempts=tuple(attempts),
             by=ranked.by if is_auto else "",
         )
-    return Step(
+    return PartDecision(
         part=part,
         attempts=tuple(attempts),
         advice=legalization.advice,
@@ -295,7 +295,7 @@ def _planned(
 
 def _contended(
     part: Graph, measured: Choice, gpu: Gpu, options: Options
-) -> Step | None:
+) -> PartDecision | None:
     """Return the step of the contender that was the fastest, if it may run the part."""
     is_free = options.implementation == "auto" and not options.plan.to_request()
     if not (is_free and gpu.is_here) or precision_refusal(part, options) is not None:
@@ -305,7 +305,7 @@ def _contended(
     if program is None:
         _say_stale_once(summary(part), f"{title} was not added (plans.add_contender)")
         return None
-    return Step(part=part, contender=title, program=program, why="tuned")
+    return PartDecision(part=part, contender=title, program=program, why="tuned")
 
 
 _NO_CUBLASLT = "cuBLASLt has no kernel for it on this GPU"
@@ -337,7 +337,7 @@ def _pinned(
     measured: Choice,
     gpu: Gpu,
     options: Options,
-) -> Step | None:
+) -> PartDecision | None:
     """Return the step with the measured plan, unless it is stale or not allowed."""
     legal = rewritten_as(part, legalization, gpu.target, measured.rewritten)
     if legal is None:
@@ -364,7 +364,7 @@ def _pinned(
     limit = options.plan.workspace_limit_bytes
     if limit is not None and plan.workspace_bytes > limit:
         return None
-    return Step(
+    return PartDecision(
         part=part,
         legal=legal,
         plan=plan,

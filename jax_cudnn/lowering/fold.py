@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import FoldRule, Graph, Tensor, fold_rule
-from jax_cudnn.lowering.sharding.members import Members, Shape, all_members, flat
+from jax_cudnn.lowering.sharding.subaxes import Shape, Subaxes, all_subaxes, flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fold:
     """A graph over `count` examples at once, and how arrays enter and leave it.
 
-    ``members`` are those of the tensors of the original graph (members.py). The
-    examples become the first member of the axis that they fold into.
+    ``subaxes`` are those of the tensors of the original graph (subaxes.py). The
+    examples become the first subaxis of the axis that they fold into.
     """
 
     original: Graph
     graph: Graph
     count: int
     rule: FoldRule
-    members: Mapping[str, Members]
+    subaxes: Mapping[str, Subaxes]
 
     def part(self, graph: Graph) -> Graph:
         """Return a graph that is part of the original one, folded alike."""
@@ -50,7 +50,7 @@ class Fold:
         return self.fold_array(self.original.input_tensors[index], x, axis)
 
     def fold_array(self, tensor: Tensor, x: jax.Array, axis: int | None) -> jax.Array:
-        """Put the examples into the axis where a tensor folds, as its first member."""
+        """Put the examples into the axis where a tensor folds, as its first subaxis."""
         if tensor.name not in self.rule.axes:
             assert axis is None, f"{tensor.name} has examples but is shared"
             return x
@@ -61,7 +61,7 @@ class Fold:
         if own == (1,):
             x = jnp.reshape(x, (*x.shape[: place + 1], *(1 for _ in full), *after))
         x = jnp.broadcast_to(x, (*before, self.count, *full, *after))
-        folded = _without_ones((self.count, *full))
+        folded = _without_singletons((self.count, *full))
         return jnp.reshape(x, (*before, *folded, *after))
 
     def output(self, index: int, x: jax.Array) -> jax.Array:
@@ -81,19 +81,19 @@ class Fold:
         return jnp.moveaxis(x, len(before), 0)
 
     def _split(self, tensor: Tensor) -> tuple[Shape, Shape, Shape]:
-        """Return the members before, in and after the axis where a tensor folds."""
-        members = self.members[tensor.name]
+        """Return the subaxes before, in and after the axis where a tensor folds."""
+        subaxes = self.subaxes[tensor.name]
         place = tensor.order.index(self.rule.axes[tensor.name])
-        return flat(members[:place]), members[place], flat(members[place + 1 :])
+        return flat(subaxes[:place]), subaxes[place], flat(subaxes[place + 1 :])
 
     def _full(self, tensor: Tensor) -> Shape:
-        """Return the members of that axis after it is broadcast to what it meets."""
+        """Return the subaxes of that axis after it is broadcast to what it meets."""
         size = self.rule.sizes[tensor.name]
         for each in (tensor, *self.original.tensors):
             if each.name in self.rule.axes:
                 axis = self.rule.axes[each.name]
                 if each.dims[axis] == size:
-                    return self.members[each.name][each.order.index(axis)]
+                    return self.subaxes[each.name][each.order.index(axis)]
         return (size,)
 
 
@@ -121,13 +121,13 @@ def fold_graph(
         graph=graph,
         count=count,
         rule=rule,
-        members=all_members(graph, shapes),
+        subaxes=all_subaxes(graph, shapes),
     )
     return replace(fold, graph=fold.part(graph))
 
 
-def _without_ones(members: Shape) -> Shape:
-    return tuple(size for size in members if size != 1) or (1,)
+def _without_singletons(subaxes: Shape) -> Shape:
+    return tuple(size for size in subaxes if size != 1) or (1,)
 
 
 def _folded_tensor(tensor: Tensor, rule: FoldRule, count: int) -> Tensor:

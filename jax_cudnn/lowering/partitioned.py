@@ -37,10 +37,10 @@ from jax_cudnn.lowering.scope import scope, scoped
 from jax_cudnn.lowering.sharding.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.sharding.explicit import run_explicit
-from jax_cudnn.lowering.sharding.members import all_members
 from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.sharding.sharding_rule import factors_at, sharding_rule
 from jax_cudnn.lowering.sharding.share import Collectives, run_share
+from jax_cudnn.lowering.sharding.subaxes import all_subaxes
 from jax_cudnn.lowering.sharding.sums import scattering, told_of_shares
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -307,10 +307,10 @@ class _Call:
             return programs[self._platform](graph, self._options)(*operands)
 
         def body(*operands: jax.Array) -> list[jax.Array]:
-            members = all_members(self.graph, self._shapes)
+            subaxes = all_subaxes(self.graph, self._shapes)
             return run_share(
                 self.graph,
-                members,
+                subaxes,
                 division,
                 operands,
                 run,

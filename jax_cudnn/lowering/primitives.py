@@ -24,13 +24,13 @@ from jax_cudnn.lowering.sharding.array_types import (
     typed_as,
 )
 from jax_cudnn.lowering.sharding.explicit import is_one_kernel, run_explicit
-from jax_cudnn.lowering.sharding.members import (
+from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
+from jax_cudnn.lowering.sharding.subaxes import (
     as_results,
     merged,
     result_shapes,
     unmerged,
 )
-from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.sharding.typed import (
     Types,
     gathered_to_merge,
@@ -59,7 +59,7 @@ def run_graph(
 ) -> list[jax.Array]:
     """Return the graph's results; differentiable, batchable, on any platform.
 
-    An operand may have several axes in place of one of its tensor's (members.py). The
+    An operand may have several axes in place of one of its tensor's (subaxes.py). The
     results then have them as well. Operands whose types contradict each other in how
     they are sharded are refused, or gathered in a graph that no user has written.
     What decides between them, if it is given, is how the result is `wanted`: the

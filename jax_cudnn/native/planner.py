@@ -32,14 +32,14 @@ CAUSAL_CONV_ENGINE = 1001
 class Candidate:
     """One engine with its knobs, as cuDNN lists it for a graph.
 
-    ``knobs`` are (name, value) pairs sorted by name. ``request`` asks for this very
+    ``knobs`` are (name, value) pairs sorted by name. ``request`` requests this
     candidate when passed to ``plan``. Where this version of the frontend cannot name
     one of the knobs, it asks for the candidate's place among those of the engine; it is
     empty in other lists than cuDNN's first choices. ``variant`` counts the ways of
     writing the graph.
     ``workspace_bytes`` and ``build_ms`` are known where ``is_built``; ``failure`` says
-    why a candidate that was tried did not build, ``refusal`` why what was asked for
-    does not allow it: such a one is not built.
+    why a candidate that was tried did not build, ``refusal`` why the request does
+    not allow it: such a candidate is not built.
     """
 
     name: str
@@ -257,7 +257,7 @@ def cache_stats() -> CacheStats:
 
 
 def clear_cache() -> None:
-    """Forget all plans; those that compiled programs hold stay alive."""
+    """Forget all plans; those that compiled programs use stay alive."""
     extension().clear_cache()
 
 

@@ -86,7 +86,7 @@ def max_pool(
         \mathrm{output}_{ncz} = \max_{0 \le f < \mathrm{window}}
             \mathrm{inputs}_{n, c, z \cdot \mathrm{strides} + f - \mathrm{low}}
 
-    where what lies outside of the inputs is padding, -inf (the least number, for
+    where elements outside of the inputs are padding, -inf (the least number, for
     dtypes without it). A NaN in a window is its result.
 
     All of JAX's transformations apply. The gradient is XLA's: a window's cotangent goes
@@ -104,7 +104,7 @@ def max_pool(
       padding: "SAME", "SAME_LOWER", "VALID" or a (low, high) pair per spatial axis,
         which may differ and may be negative. Default "VALID": none.
       dimension_numbers: which axes are what, as a letter each, "NHWC" or "NCHW" for
-        example, as in :func:`jax_cudnn.conv`. N stands for all batch axes, of which
+        example, as in :func:`jax_cudnn.conv`. N means all batch axes, of which
         there may be none; letters that are not N or C are spatial axes, in the order of
         `window_shape`. Default None: channels last.
       return_indices: whether to return also where each maximum is. XLA runs such a
@@ -134,7 +134,7 @@ def max_pool(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/pooling.md lists what cuDNN plans on which GPU.
+      docs/pooling.md lists the supported configurations.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
@@ -187,7 +187,7 @@ def avg_pool(
             \sum_{0 \le f < \mathrm{window}}
             \mathrm{inputs}_{n, c, z \cdot \mathrm{strides} + f - \mathrm{low}}
 
-    where what lies outside of the inputs is padding, 0. Sums are kept in f32 (f64 for
+    where elements outside of the inputs are padding, 0. Sums are kept in f32 (f64 for
     f64) and rounded once, where Flax keeps those of 16-bit inputs in 16 bits.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's gradient
@@ -221,7 +221,7 @@ def avg_pool(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/pooling.md lists what cuDNN plans on which GPU.
+      docs/pooling.md lists the supported configurations.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

@@ -28,10 +28,10 @@ from jax_cudnn.ops.attention.score_mod import (
     with_score_mod,
 )
 from jax_cudnn.ops.attention.sinks import check_sinks
-from jax_cudnn.ops.attention.visibility.hiding import Hiding, joined_sentences
+from jax_cudnn.ops.attention.visibility.joining import Visibility, joined_predicates
 from jax_cudnn.ops.attention.visibility.masks import Intersection, Mask, Segments
 from jax_cudnn.ops.attention.visibility.packing import Packed, longest, packing
-from jax_cudnn.ops.attention.visibility.sentences import InSequence, Sentence
+from jax_cudnn.ops.attention.visibility.predicates import InSequence, Predicate
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_flag,
@@ -96,38 +96,38 @@ def check_arguments(
         )
     call = given.options(op)
     with on_behalf_of(op, "sdpa"):
-        hiding = _hiding(tokens, given, layout)
+        visibility = _visibility(tokens, given, layout)
         operands, has_batch = canonicalize(
             *(tokens["query"], tokens["key"], tokens["value"]),
-            *(hiding.bias, hiding.mask),
-            *(hiding.query_seq_lengths, hiding.key_value_seq_lengths),
+            *(visibility.bias, visibility.mask),
+            *(visibility.query_seq_lengths, visibility.key_value_seq_lengths),
             shares=layout.shares,
         )
         _, s, h, d = operands.query.shape
         counts = TokenCounts(s * layout.shares, operands.key_count * layout.shares)
-        checked = given.attributes(hiding, counts, d, operands.query.dtype)
+        checked = given.attributes(visibility, counts, d, operands.query.dtype)
         attributes = SdpaAttributes(**checked.common())
         with_lse = check_flag("sdpa", "return_residual", return_residual)
         if reason := why_symbolic(**operands.given):
             raise ValueError(f"sdpa: {reason} Make the program for one shape.")
         _check_halves(operands, layout)
-        if hiding.packed is not None:
-            operands, hiding, attributes = _unpacked(
-                hiding.packed, operands, hiding, attributes, layout
+        if visibility.packed is not None:
+            operands, visibility, attributes = _unpacked(
+                visibility.packed, operands, visibility, attributes, layout
             )
         operands, attributes = with_dropout(
             "sdpa", operands, attributes, given.dropout_rate, given.dropout_key
         )
         operands, attributes = _with_score_mod(
-            given.score_mod, operands, attributes, layout, hiding.sentences
+            given.score_mod, operands, attributes, layout, visibility.predicates
         )
         sinks = check_sinks("sdpa", given.sinks, h)
     arrays = operands.given
     if sinks is not None:
         arrays["sinks"] = sinks
-    overrun = () if hiding.overrun is None else (hiding.overrun,)
+    overrun = () if visibility.overrun is None else (visibility.overrun,)
     structure = None
-    if said := (*hiding.sentences, *overrun):
+    if said := (*visibility.predicates, *overrun):
         leaves, structure = jax.tree.flatten(said)
         arrays |= named(leaves)
     problem = Problem(
@@ -138,25 +138,25 @@ def check_arguments(
         call=call,
         attributes=attributes,
         with_lse=with_lse,
-        sentences=structure,
+        predicates=structure,
     )
     return Checked(arrays=arrays, problem=problem, has_batch=has_batch)
 
 
-def _hiding(
+def _visibility(
     tokens: Mapping[str, ArrayLike], given: AttentionCall, layout: Layout
-) -> Hiding:
+) -> Visibility:
     """Return the arguments that hide keys, those that a mask stands for among them."""
-    hiding = given.hiding("sdpa")
+    visibility = given.visibility("sdpa")
     if not isinstance(given.mask, Mask):
-        return hiding
+        return visibility
     arrays = [as_operand("sdpa", name, tokens[name]) for name in ("query", "key")]
     if not all(x.ndim in (3, 4) for x in arrays):
-        return hiding._replace(mask=None)  # They are refused next.
+        return visibility._replace(mask=None)  # They are refused next.
     own = [x.shape[-3] for x in arrays]
     mask = _with_whole_segments(given.mask, own, layout)
     sizes = (size * layout.shares for size in own)
-    return joined_sentences(mask, hiding._replace(mask=None), *sizes)
+    return joined_predicates(mask, visibility._replace(mask=None), *sizes)
 
 
 def _with_whole_segments(mask: Mask, own: list[int], layout: Layout) -> Mask:
@@ -200,11 +200,11 @@ def _check_halves(operands: Operands, layout: Layout) -> None:
 def _unpacked(
     packed: Packed,
     operands: Operands,
-    hiding: Hiding,
+    visibility: Visibility,
     attributes: SdpaAttributes,
     layout: Layout,
-) -> tuple[Operands, Hiding, SdpaAttributes]:
-    """Return these with the sequences of rows, as lengths with starts or a sentence.
+) -> tuple[Operands, Visibility, SdpaAttributes]:
+    """Return these with the sequences of rows, as lengths with starts or a predicate.
 
     Where queries and keys have the same sequences, or no position matters, devices can
     cut them to their own tokens. Elsewhere, places count from another token for each
@@ -219,22 +219,25 @@ def _unpacked(
         name = f"{kind}_lengths"
         found[name] = jnp.minimum(found[name], jnp.asarray(size, jnp.int32))
     has_band = attributes.is_causal or bool(attributes.window)
-    is_movable = packed.has_same_sequences and not hiding.is_bottom_right
+    is_movable = packed.has_same_sequences and not visibility.is_bottom_right
     if is_movable or not has_band:
         attributes = dataclasses.replace(attributes, longest=most)
-        return operands._replace(**found), hiding, attributes
+        return operands._replace(**found), visibility, attributes
     left, right = attributes.window or (None, None)
     if attributes.is_causal:
         right = 0 if right is None else min(right, 0)
     bounds = [None if x is None else max(-s - t, min(x, s + t)) for x in (left, right)]
     arrays = {role: x[:, :, 0, 0] for role, x in found.items()}
-    sentence = InSequence(
-        **arrays, left=bounds[0], right=bounds[1], is_from_end=hiding.is_bottom_right
+    predicate = InSequence(
+        **arrays,
+        left=bounds[0],
+        right=bounds[1],
+        is_from_end=visibility.is_bottom_right,
     )
     operands = operands._replace(query_lengths=None, key_lengths=None)
-    hiding = hiding._replace(sentences=(*hiding.sentences, sentence))
+    visibility = visibility._replace(predicates=(*visibility.predicates, predicate))
     attributes = dataclasses.replace(attributes, is_causal=False, window=())
-    return operands, hiding, attributes
+    return operands, visibility, attributes
 
 
 def _with_score_mod(
@@ -242,7 +245,7 @@ def _with_score_mod(
     operands: Operands,
     attributes: SdpaAttributes,
     layout: Layout,
-    sentences: Sequence[Sentence],
+    predicates: Sequence[Predicate],
 ) -> tuple[Operands, SdpaAttributes]:
     """Return operands and attributes with what a function of the scores is made of.
 
@@ -256,7 +259,7 @@ def _with_score_mod(
         sizes=(b, h, s * layout.shares, operands.key_count * layout.shares),
         is_causal=attributes.is_causal,
         window=attributes.window,
-        is_hidden=operands.may_hide_keys or bool(sentences),
+        is_hidden=operands.may_hide_keys or bool(predicates),
     )
     closed = check_score_mod(function, wide, scores)
     own = (

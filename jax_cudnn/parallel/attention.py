@@ -16,7 +16,7 @@ from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
 from jax_cudnn.ops.attention.score_mod import Positions
 from jax_cudnn.ops.attention.sinks import with_sinks
 from jax_cudnn.ops.attention.visibility.masks import Mask
-from jax_cudnn.ops.attention.visibility.sentences import Tokens
+from jax_cudnn.ops.attention.visibility.predicates import Tokens
 from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size

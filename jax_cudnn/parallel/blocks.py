@@ -19,10 +19,10 @@ from jax_cudnn.graph.attention.score_mod import Steps, largest
 from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.attention.attend import Operands, attend
 from jax_cudnn.ops.attention.parts import part_gradients
-from jax_cudnn.ops.attention.visibility.sentences import Sentence, Tokens
+from jax_cudnn.ops.attention.visibility.predicates import Predicate, Tokens
 from jax_cudnn.parallel.combining import combine
 from jax_cudnn.parallel.order import run_length
-from jax_cudnn.parallel.problem import Problem, Shares, membership, sentences_of
+from jax_cudnn.parallel.problem import Problem, Shares, membership, predicates_of
 from jax_cudnn.parallel.schedule import Call, Step
 from jax_cudnn.reference.attention.dropout import kept_at
 
@@ -222,8 +222,8 @@ class _Block:
         if "bias" in given and shares.shift is not None:
             given["bias"] = given["bias"] - _rows(shares.shift, call, axis=2)
         mask = None if shares.mask is None else scores_like(shares.mask)
-        for sentence in self._sentences(call):
-            is_seen = sentence.seen(*self._tokens(call, first))
+        for predicate in self._predicates(call):
+            is_seen = predicate.seen(*self._tokens(call, first))
             mask = is_seen if mask is None else mask & is_seen
         if mask is not None:
             given["mask"] = mask
@@ -263,9 +263,9 @@ class _Block:
         blind = jnp.minimum((own < others).astype(lengths.dtype), lengths)
         return {"query_starts": starts + blind, "query_lengths": lengths - blind}
 
-    def _sentences(self, call: Call) -> tuple[Sentence, ...]:
-        """Return the sentences that are a mask in a call."""
-        found = sentences_of(self.problem, self.shares)
+    def _predicates(self, call: Call) -> tuple[Predicate, ...]:
+        """Return the predicates that are a mask in a call."""
+        found = predicates_of(self.problem, self.shares)
         packing = membership(self.shares) if call.is_shifted else None
         return found if packing is None else (*found, packing)
 
@@ -310,13 +310,13 @@ class _Block:
         """
         if not self.step.shift or self.problem.order == "striped":
             return None
-        bounds = [*sentences_of(self.problem, self.shares)]
+        bounds = [*predicates_of(self.problem, self.shares)]
         if (packing := membership(self.shares)) is not None:
             bounds.append(packing)
         if not bounds:
             return None
         tokens = self._tokens(call, first)
-        found = (sentence.may_be_seen(*tokens) for sentence in bounds)
+        found = (predicate.may_be_seen(*tokens) for predicate in bounds)
         return functools.reduce(jnp.logical_and, found)
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.ops.attention.attend import Operands, attend_by_rows
-from jax_cudnn.ops.attention.visibility.sentences import Tokens
+from jax_cudnn.ops.attention.visibility.predicates import Tokens
 from jax_cudnn.parallel.order import natural, ordered
-from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, sentences_of
+from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, predicates_of
 
 
 def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Array, ...]:
@@ -42,8 +42,8 @@ def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Arra
         Tokens(query.shape[1] * problem.count),
         Tokens(key.shape[1] * problem.count),
     )
-    for sentence in sentences_of(problem, shares):
-        is_seen = _own_heads(problem, sentence.seen(*tokens), axis=1)
+    for predicate in predicates_of(problem, shares):
+        is_seen = _own_heads(problem, predicate.seen(*tokens), axis=1)
         given["mask"] = given["mask"] & is_seen if "mask" in given else is_seen
     if shares.dropout_offset is not None:
         given["dropout_offset"] = _own_heads(problem, shares.dropout_offset, axis=1)
@@ -92,7 +92,7 @@ def _needs_order(problem: Problem, shares: Shares) -> bool:
         return False
     has_sequences = any(getattr(shares, role) is not None for role in SEQUENCES)
     has_positions = has_sequences or not problem.band.is_everything
-    return has_positions or bool(shares.sentences or problem.attributes.dropout)
+    return has_positions or bool(shares.predicates or problem.attributes.dropout)
 
 
 def _swapped(

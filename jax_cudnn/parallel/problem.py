@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.graph.attention.score_mod import OPERANDS
-from jax_cudnn.ops.attention.visibility.sentences import (
+from jax_cudnn.ops.attention.visibility.predicates import (
     InSequence,
     Overrun,
-    Sentence,
+    Predicate,
     Tokens,
 )
 from jax_cudnn.ops.common.meshes import AxisName
@@ -27,16 +27,16 @@ Method = Literal["ring", "all_gather", "all_to_all"]
 SCORES = ("bias", *OPERANDS)
 # They say something of whole sequences, and nothing of heads.
 SEQUENCES = ("query_lengths", "key_lengths", "query_starts", "key_starts")
-# The names of the arrays of sentences begin with it.
-_SENTENCE = "sentence_"
+# The names of the arrays of predicates begin with it.
+_PREDICATE = "predicate_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """The static settings of a call; hashable.
 
-    ``attributes`` are those of a call of attention on whole sequences. ``sentences`` is
-    the structure of the mask's sentences, whose arrays are operands.
+    ``attributes`` are those of a call of attention on whole sequences. ``predicates``
+    is the structure of the mask's predicates, whose arrays are operands.
     """
 
     axis_name: AxisName
@@ -46,7 +46,7 @@ class Problem:
     call: Options
     attributes: SdpaAttributes
     with_lse: bool
-    sentences: Any = None
+    predicates: Any = None
 
     @property
     def band(self) -> Band:
@@ -87,7 +87,7 @@ class Shares(NamedTuple):
       log-sum-exp is that of the scores with it subtracted;
     * sinks ([b], [s], h), with the shift subtracted. The log-sum-exp with them is that
       with their base subtracted as well (see `base_of`);
-    * the arrays of the mask's sentences, of whole sequences.
+    * the arrays of the mask's predicates, of whole sequences.
     """
 
     query: jax.Array
@@ -107,19 +107,19 @@ class Shares(NamedTuple):
     mod_d: jax.Array | None = None
     shift: jax.Array | None = None
     sinks: jax.Array | None = None
-    sentences: tuple[jax.Array, ...] = ()
+    predicates: tuple[jax.Array, ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, jax.Array]) -> "Shares":
         """Return shares from arrays by their names."""
-        own = {role: x for role, x in given.items() if not role.startswith(_SENTENCE)}
-        return cls(**own, sentences=sentence_arrays(given))
+        own = {role: x for role, x in given.items() if not role.startswith(_PREDICATE)}
+        return cls(**own, predicates=predicate_arrays(given))
 
     @property
     def given(self) -> dict[str, jax.Array]:
         """Those that are there, by their names."""
         own = self._asdict()
-        arrays = own.pop("sentences")
+        arrays = own.pop("predicates")
         return {role: x for role, x in own.items() if x is not None} | named(arrays)
 
     @property
@@ -129,17 +129,17 @@ class Shares(NamedTuple):
 
 
 def named(arrays: Any) -> dict[str, jax.Array]:
-    """Return the arrays of sentences by names."""
-    return {f"{_SENTENCE}{i}": x for i, x in enumerate(arrays)}
+    """Return the arrays of predicates by names."""
+    return {f"{_PREDICATE}{i}": x for i, x in enumerate(arrays)}
 
 
-def sentence_arrays(given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Return the arrays of sentences among arrays by their names, in their order."""
-    return tuple(x for role, x in given.items() if role.startswith(_SENTENCE))
+def predicate_arrays(given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the arrays of predicates among arrays by their names, in their order."""
+    return tuple(x for role, x in given.items() if role.startswith(_PREDICATE))
 
 
-def sentences_of(problem: Problem, shares: Shares) -> tuple[Sentence, ...]:
-    """Return the mask's sentences."""
+def predicates_of(problem: Problem, shares: Shares) -> tuple[Predicate, ...]:
+    """Return the mask's predicates."""
     return tuple(x for x in _said(problem, shares) if not isinstance(x, Overrun))
 
 
@@ -150,13 +150,13 @@ def overrun_of(problem: Problem, shares: Shares) -> Overrun | None:
 
 
 def _said(problem: Problem, shares: Shares) -> tuple[Any, ...]:
-    if problem.sentences is None:
+    if problem.predicates is None:
         return ()
-    return jax.tree.unflatten(problem.sentences, shares.sentences)
+    return jax.tree.unflatten(problem.predicates, shares.predicates)
 
 
 def membership(shares: Shares) -> InSequence | None:
-    """Return the sentence that is said by lengths with starts; None without these."""
+    """Return the predicate of lengths with starts; None without these."""
     if shares.query_starts is None or shares.key_starts is None:
         return None
     assert shares.query_lengths is not None
@@ -263,8 +263,8 @@ def _seen(problem: Problem, shares: Shares) -> jax.Array | None:
         )
         is_near = (lowest <= difference) & (difference <= highest)
         is_seen = is_near if is_seen is None else is_seen & is_near
-    sentences = sentences_of(problem, shares)
-    for sentence in (*sentences, *(() if packing is None else (packing,))):
-        is_said = sentence.seen(Tokens(s, rows), Tokens(count * t, columns))
+    predicates = predicates_of(problem, shares)
+    for predicate in (*predicates, *(() if packing is None else (packing,))):
+        is_said = predicate.seen(Tokens(s, rows), Tokens(count * t, columns))
         is_seen = is_said if is_seen is None else is_seen & is_said
     return is_seen

@@ -99,8 +99,8 @@ def query_places(problem: Problem, shares: Shares) -> Places:
 
 def needs_positions(shares: Shares) -> bool:
     """Whether what a call is given depends on the positions of its tokens."""
-    sentences = bool(shares.sentences) or shares.query_starts is not None
-    return sentences or shares.dropout_seed is not None
+    predicates = bool(shares.predicates) or shares.query_starts is not None
+    return predicates or shares.dropout_seed is not None
 
 
 def _places(problem: Problem, shares: Shares, kind: str, device: jax.Array) -> Places:

@@ -37,7 +37,7 @@ def set_cache(
     user's cache folder as platformdirs names it (``~/.cache/jax_cudnn``). Choices that
     the folder has are used at once. The folder is made when there is something to keep.
 
-    Processes that run at once may share the folder. Its plans hold native code, so
+    Processes that run at once may share the folder. Its plans contain native code, so
     files that belong to other users, or that other users may write, are not read.
 
     Args:
@@ -78,7 +78,8 @@ def _check_directory(directory: object) -> None:
 
 
 def clear_cache(*, disk: bool = False) -> None:
-    """Forget this process's plans; with ``disk``, also what the cache folder holds.
+    """Forget this process's plans; with ``disk``, also the contents of the cache
+    folder.
 
     Compiled functions keep the plans that they have. The process keeps its choices.
     What was calibrated stays: ``jax-cudnn calibrate --forget`` removes it.

@@ -30,16 +30,16 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSummary:
-    """One part of a distinct graph of a function, and who runs it.
+    """One part of a distinct graph of a function, with the implementation that runs it.
 
     Attributes:
       op: what it computes.
       shapes: its operands as stored.
-      count: how often the program holds it; a loop's body counts once.
+      count: how often it occurs in the program; a loop's body counts once.
       implementation: "cudnn", "xla", or a contender's name and version
         (``plans.add_contender``).
-      plan: cuDNN's name of the plan; None where cuDNN does not run it, or no GPU is
-        here to plan for.
+      plan: cuDNN's name of the plan; None if cuDNN does not run it, or there is no GPU
+        to plan for.
       workspace_bytes: the plan's scratch memory; likewise.
     """
 
@@ -53,40 +53,40 @@ class CallSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(CallSummary):
-    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+    """One part of a distinct graph of a function: a kernel of cuDNN, or code of XLA.
 
-    It has the attributes of ``CallSummary`` and those below. What says more of a plan
-    is empty or None where there is none.
+    It has the attributes of ``CallSummary`` and those below. The attributes of a plan
+    are empty or None where there is no plan.
 
     Attributes:
-      reasons: a sentence each, why cuDNN does not run it, or does not run all of it.
-      direction: "forward" or "backward"; None for forward mode's derivatives, and where
-        a lowered program does not tell.
-      why: "tuned" where a measured choice pins the plan or says XLA; "heuristic" where
-        the plan is the first in cuDNN's list that builds, or one that goes before it,
-        as it was faster for kernels like this one; "requested" where options of
-        the call restrict the plan or say XLA; None where XLA runs the part for the
-        ``reasons`` given; "pinned" for a lowered program that names the plan, but does
-        not tell whether it was measured or is the first one for a GPU that was named.
-      by: what was measured of other kernels that decided who runs the part: "8 kernels
+      reasons: why cuDNN does not run it, or does not run all of it.
+      direction: "forward" or "backward"; None for forward mode's derivatives, and if a
+        lowered program does not contain it.
+      why: "tuned" if a measured choice pins the plan or is XLA; "heuristic" if the plan
+        is the first in cuDNN's list that builds, or one that is put before it because
+        it was faster for similar kernels; "requested" if options of the call restrict
+        the plan or request XLA; "pinned" for a lowered program that names the plan,
+        either measured or the first one for a GPU that was named; None if XLA runs the
+        part for the ``reasons``.
+      by: which measurements of other kernels decided who runs the part: "8 kernels
         calibrated on this GPU", "a rule measured on sm_90 with cuDNN 9.19" (or "the
         rules", where none of them is about it), "a rule of the nearest table: sm_90,
-        cuDNN 9.19". "" where it was tuned or asked for, where nothing like it was
-        measured, and in a lowered program.
+        cuDNN 9.19". "" if it was tuned or requested, if nothing similar was measured,
+        and in a lowered program.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
-      request: the text that asks for the plan: it pins or restricts it, or says which
-        kernel is tried first; "" leaves it to cuDNN. Plans for a GPU by its name are
-        pinned.
-      device: the GPU that was asked for by its name; None is this machine's.
-      allowed: the text of the call's ``PlanOptions``; "" where they allow all, and in a
-        lowered program with a pinned plan, which does not tell.
+      request: the text that requests the plan: it pins or restricts the plan, or says
+        which kernel is tried first; "" leaves the plan to cuDNN. Plans for a named GPU
+        are pinned.
+      device: the GPU that was named; None is this machine's.
+      allowed: the text of the call's ``PlanOptions``; "" if they allow all plans, and
+        in a lowered program with a pinned plan, which does not contain it.
       engine: the number of cuDNN's engine.
       knobs: the engine's settings, (name, value) sorted by name.
       behavior_notes: what cuDNN says about how the plan works, such as
         RUNTIME_COMPILATION.
       numeric_notes: what cuDNN says about the plan's numerics, such as TENSOR_CORE.
-      failures: the candidates before the plan that were passed over, with the reasons.
+      failures: the candidates before the plan that were rejected, with the reasons.
       cudnn_us: microseconds of the best plan with its array work, where tuned.
       xla_us: microseconds of XLA's code, where tuned.
       first_ratio: the kernel time of the plan that runs untuned divided by the best
@@ -193,9 +193,9 @@ _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 class Report(Page):
     """The result of ``inspect``; ``str(report)`` is a table.
 
-    ``notes`` has a sentence for each thing that could not be seen. Below the table are
-    the reasons why XLA runs a call, the measurements by which "auto" decided, the plans
-    that were passed over, and the notes; a notebook folds the last three.
+    ``notes`` lists what could not be inspected. Below the table are the reasons why XLA
+    runs a call, the measurements by which "auto" decided, the plans that were rejected,
+    and the notes; a notebook folds the last three.
     """
 
     device: str

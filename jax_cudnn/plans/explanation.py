@@ -33,19 +33,19 @@ _FASTER = "measured to be faster than cuDNN and XLA"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplainedCall(CallSummary):
-    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+    """One part of a distinct graph of a function: a kernel of cuDNN, or code of XLA.
 
     It has the attributes of ``CallSummary`` and these.
 
     Attributes:
-      implementation: as in ``CallSummary``, or "none" where cuDNN was asked for by
-        name and cannot: the call raises UnsupportedError.
-      notes: a sentence each, what is done around the kernel; where XLA runs the part
-        by intent, why.
-      attempts: the ways of rewriting that failed, in order, before the one that is
-        taken if there is one.
-      change: the nearest change that would let cuDNN run it; "" where none was found
-        or cuDNN runs it as it is.
+      implementation: as in ``CallSummary``, or "none" if the call has
+        `implementation="cudnn"` and cuDNN cannot run it: the call raises
+        UnsupportedError.
+      notes: what is done around the kernel, or why XLA runs the part on purpose.
+      attempts: the rewrites that failed, in order, before the one that is used if there
+        is one.
+      change: the smallest change that would let cuDNN run it; "" if none was found or
+        cuDNN already runs it.
       change_plan: the plan that it would then have.
     """
 
@@ -71,8 +71,8 @@ class ExplainedCall(CallSummary):
 class Explanation(Page):
     """The result of ``explain``; ``str(explanation)`` is a text to read.
 
-    ``cudnn_version`` is the version of the cuDNN that was asked, such as "9.19.0".
-    ``notes`` has a sentence for each thing that the answers depend on.
+    ``cudnn_version`` is the version of cuDNN that planned, such as "9.19.0". ``notes``
+    lists what the answers depend on.
     """
 
     device: str
@@ -114,10 +114,10 @@ def explain(
     """Return, for each cuDNN call of a function, whether cuDNN runs it, or why not.
 
     Traces the function (which may be jitted, or a gradient) without running it. If
-    cuDNN refuses a call, each way of rewriting the call is reported with its own
-    reasons. Small changes are then tried until cuDNN plans one: options left out,
-    operands in 16 bits, no gradient of the bias, sizes in multiples of 8 or 16, a newer
-    GPU. The first change that works is named. cuDNN itself is asked each time, which
+    cuDNN refuses a call, each rewrite of the call is reported with its own reasons.
+    Small changes are then tried until cuDNN has a plan for one: fewer options, operands
+    in 16 bits, no gradient of the bias, sizes in multiples of 8 or 16, a newer GPU. The
+    first change that works is named. Each change is planned by cuDNN itself, which
     takes up to a second.
 
     Args:
@@ -125,7 +125,7 @@ def explain(
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
       device: the name of a GPU, which need not be present: "H200", "A100 40GB", "L4",
-        "RTX 4090", ... The installed cuDNN is asked. On a machine without a GPU,
+        "RTX 4090", ... The installed cuDNN plans for it. On a machine without a GPU,
         ``pip install ".[gpuless]"`` in jax_cudnn's source folder installs all that is
         needed. Default None: the GPU of the surrounding ``plans.using``, or else this
         machine's.
@@ -136,8 +136,8 @@ def explain(
       graph, in order of appearance.
 
     Raises:
-      ValueError: the name is not known, or no GPU is named and none is here. The
-        message lists the known names.
+      ValueError: the name is not known, or no GPU is named and this machine has none.
+        The message lists the known names.
       LibraryError: cuDNN, or something that it needs to plan, is missing. The message
         says what to install.
 

@@ -16,7 +16,7 @@ from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, from_json, is_anchor, kind_named, operand_text
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import TracedGraph, check_bare, stage_of, traced_graphs
-from jax_cudnn.lowering.decision import Attempt, Decision, Step
+from jax_cudnn.lowering.decision import Attempt, Decision, PartDecision
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
@@ -45,7 +45,7 @@ def inspect(
     Args:
       function: a function, jitted (by ``jax.jit`` or ``nnx.jit``) or not. It can also
         be a traced or lowered program, ``jitted.trace(...)`` or ``jitted.lower(...)``,
-        without arguments. A lowered program holds the calls that were decided on when
+        without arguments. A lowered program contains the calls that were decided when
         it was lowered.
       *args: arrays or ``jax.ShapeDtypeStruct``, and trees of them, such as a module.
         Anything else (``True``, ``"gelu"``, a number) is passed on unchanged. A jitted
@@ -147,7 +147,9 @@ def _calls(traced: TracedGraph, count: int, machine: _Machine) -> list[Call]:
             )
         ]
     attempt = Attempt(way="as a whole", reasons=decision.reasons)
-    whole = Step(part=graph, attempts=(attempt,), why=decision.why, by=decision.by)
+    whole = PartDecision(
+        part=graph, attempts=(attempt,), why=decision.why, by=decision.by
+    )
     steps = decision.steps or (whole,)
     direction = direction_of(graph)
     return [_call(step, traced.options, count, direction, machine) for step in steps]
@@ -163,7 +165,7 @@ def _decision(traced: TracedGraph, machine: _Machine) -> Decision:
 
 
 def _call(
-    step: Step,
+    step: PartDecision,
     options: Options,
     count: int,
     direction: Direction | None,

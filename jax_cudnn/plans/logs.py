@@ -35,7 +35,7 @@ def log(level: int | str | None = "DEBUG", *, cudnn: bool = False) -> None:
 
     Raises:
       ValueError: ``level`` is not a level of ``logging``.
-      LibraryError: ``cudnn`` is asked for and there is no libcudnn here.
+      LibraryError: ``cudnn`` is requested and there is no libcudnn.
 
     Example:
       >>> from jax_cudnn import plans

@@ -21,7 +21,7 @@ from jax_cudnn.choices import Choice, Key
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target, label, to_json
 from jax_cudnn.lowering import TracedGraph, traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_ordinals, local_target
 from jax_cudnn.progress import followed
 
@@ -38,9 +38,9 @@ _THREADS = min(16, os.cpu_count() or 1)
 class Warmup:
     """The result of ``warmup``: how many distinct plans, and where they came from.
 
-    ``built`` counts the plans that cuDNN was asked for, including those that it refused
-    and whose part XLA will run. ``from_disk`` counts the plans that the cache folder
-    had. The process already had the rest.
+    ``built`` counts the plans that cuDNN built or refused; XLA runs the parts whose
+    plans it refused. ``from_disk`` counts the plans that the cache folder had. The
+    process already had the rest.
     """
 
     plans: int
@@ -136,8 +136,8 @@ def save(
 def load(path: str | Path) -> Shipment:
     """Use the plans and choices of a file that ``save`` wrote, from now on.
 
-    A plan file holds native code, which will run on the GPU and in this process: load
-    only what comes from someone you trust. Nothing is ever loaded unasked.
+    A plan file contains native code, which will run on the GPU and in this process:
+    load only what comes from someone you trust. Nothing is ever loaded unasked.
 
     Raises:
       LibraryError: the file was made for another GPU or with other versions, which the
@@ -168,7 +168,7 @@ def _local_target(who: str) -> tuple[int, Target]:
 
 def _planned(
     pool: ThreadPoolExecutor, found: Iterable[TracedGraph]
-) -> dict[tuple[str, str], Step]:
+) -> dict[tuple[str, str], PartDecision]:
     """Return the steps that cuDNN runs, by canonical graph and request."""
     # What is for another GPU by its name is not this one's to build.
     ours = dict.fromkeys(each for each in found if each.options.device is None)

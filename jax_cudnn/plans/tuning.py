@@ -121,55 +121,49 @@ def autotune(
 ) -> Tuning:
     """Measure which plan is fastest for each cuDNN call of a function, and use it.
 
-    Finds every convolution, matmul and attention that ``function(*args, **kwargs)``
-    passes to cuDNN, gradients included if the function takes them. For each of them,
-    times all of cuDNN's plans that the call's ``PlanOptions`` allow, and XLA's own
-    code. It times on random operands of the same shapes, in memory of its own. The
-    fastest becomes the choice of this process and, by way of the cache folder
+    For each convolution, matmul, attention, norm and pooling that
+    ``function(*args, **kwargs)`` passes to cuDNN, gradients included if the function
+    takes them, this times cuDNN's plans that the call's ``PlanOptions`` allow, and
+    XLA's code. The fastest becomes the choice of this process and, by the cache folder
     (``plans.set_cache``), of later processes. Functions that are compiled afterwards
-    use the choice; with ``implementation="auto"``, it may be XLA. Functions that were
-    compiled before keep their plans.
+    use the choices; with ``implementation="auto"``, a choice may be XLA. Functions that
+    were compiled before keep their plans. Kernels are timed on random operands of the
+    same shapes, in memory of their own.
 
-    At the end, the whole program is compiled and timed with these choices, without
-    them, and with XLA and cuDNN alone, since XLA also fuses what is around a call. From
-    the fastest of these, the calls of each operation change over where that is faster.
-    Operations that lose more by that than XLA's fusions seem to save are not tried, nor
-    are those that take less than 1 % of the time, nor cuDNN alone where its calls take
-    over 10 % longer than the winners.
-    So the program is not slower than untuned, or with XLA alone where all calls were
-    measured. A call that takes XLA more than three times as long is left out of this:
-    no fusion makes up for it. The program runs on operands of its own, none of them
-    donated: this takes memory for a second set of them. Floats are drawn, from 0 to 1.
-    Integers and booleans are copies of the arguments, or 0 where only their shapes are
-    given: sizes of groups and lengths of sequences say how much work there is. Where
-    that memory is not there, and where a program is divided among several devices, the
-    kernels' choices stay, and the ``Tuning`` says so.
+    XLA also fuses operations around a call, so at the end versions of the whole program
+    are timed: with the choices, untuned, with XLA alone, and with cuDNN alone. Starting
+    from the fastest, the calls of one operation at a time are moved between cuDNN and
+    XLA. So the program is not slower than untuned, nor than XLA alone if all calls were
+    measured. docs/plans_reference.md says which versions and moves are left out.
+
+    The whole program runs on operands of its own, in memory for a second set of them;
+    floats are drawn from 0 to 1. Integers and booleans, which may be sizes of groups or
+    lengths of sequences, are copies of the arguments, or 0 where only their shapes are
+    passed. No argument is donated. If the memory is missing, or a program is divided
+    among several devices, the kernels' choices stay, and the ``Tuning`` says so.
 
     Args:
       function: the function to trace, without running it; may be jitted, or
-        ``jitted.trace(...)`` and no arguments. What was traced before offers no norms
-        that ``jax_cudnn.fuse`` has found in it.
+        ``jitted.trace(...)`` and no arguments. A program that was traced before has no
+        norms that ``jax_cudnn.fuse`` could find.
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
-      budget_s: about how many seconds to spend. Calls come first whose sizes let
-        expect that they take longest. Where the whole program is timed after them,
-        twice the time of its compilation is kept for that, and half of the budget at
-        most. It is half until the program is compiled, which happens beside the first
-        calls. A call that is not measured keeps the plan that it had, in all versions
-        of the program, and the ``Tuning`` says how many such calls there are. A
-        compilation that has begun is waited for. Default: no limit.
-      max_plans: how many of cuDNN's plans to time of each way to run a call, in the
-        order in which cuDNN names them. The first of each engine is timed in any case,
-        and others only of engines whose first takes at most 1.5 times as long as the
-        fastest of that way. Default 10; None is for all plans of all engines, which
-        takes longer and seldom finds a faster one.
-      progress: whether to show progress on stderr, where that is a terminal. Default
+      budget_s: about how many seconds to spend. The calls that should take longest, by
+        their sizes, are measured first. A call that is not measured keeps the plan that
+        it had, and the ``Tuning`` counts such calls. Twice the time that the whole
+        program takes to compile is reserved for timing it, and at most half of the
+        budget. A compilation that has begun is finished. Default: no limit.
+      max_plans: how many of cuDNN's plans to time of each rewrite of a call, in cuDNN's
+        order. The first plan of each engine is always timed, and others only of engines
+        whose first plan takes at most 1.5 times as long as the fastest of that rewrite.
+        Default 10. None times all plans of all engines, which takes longer and seldom
+        finds a faster one.
+      progress: whether to show progress on stderr, if that is a terminal. Default
         True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
-      whole_program: whether to time the whole program at the end. Default True. It is
-        compiled up to four times at once, then once for each operation that may change
-        over, all at once, and a last time with those that gain. These operations are
-        six at most, and fewer where their programs would take over 30 seconds, but two
-        in any case.
+      whole_program: whether to time the whole program at the end. Default True. The
+        program is compiled up to four times, then once for each operation that may
+        move, and a last time with the moves that save time. Up to six operations may
+        move, fewer if their programs would take over 30 seconds, but at least two.
       **kwargs: as ``*args``.
 
     Returns:

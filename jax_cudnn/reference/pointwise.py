@@ -59,7 +59,7 @@ def constant(
 def reduction(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
-    """Return the sum or the extreme over the axes where the output has 1."""
+    """Return the sum, max or min over the axes where the output has 1."""
     assert isinstance(attributes, ReductionAttributes)
     x = _widened(inputs["input"], inputs)
     dims = outputs["output"].dims

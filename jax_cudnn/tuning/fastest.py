@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what runs a part of a graph fastest: a plan of cuDNN's, or XLA's code."""
+"""Finds what runs a part of a graph fastest: a plan of cuDNN's, or XLA's code.
+
+For example, a convolution with a bias that legalisation can write in two ways: with the
+bias in the kernel (cuDNN lists 12 plans of 5 engines), or with the bias added by XLA (8
+plans of 4 engines). These rewrites are the entrants of two races.
+
+1. The first plan of each engine is built and timed: 9 plans, by the device's events.
+2. Engines whose first plan takes more than 1.5 times as long as the fastest one of
+   their race are dropped. The other plans of the remaining engines are built and timed.
+3. The fastest plan of each race is compared with the reference. If it is wrong, the
+   next fastest is compared instead.
+4. The winner of each race and XLA's code are timed as compiled programs, with all their
+   array work. The fastest is the `Choice`.
+"""
 
 import functools
 import logging
@@ -18,7 +31,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.lowering import run_contender, run_cudnn, run_xla
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.offline.builders import PlanBuilders, plan_builders
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -31,7 +44,7 @@ from jax_cudnn.tuning.correctness import (
 )
 from jax_cudnn.tuning.memory import free_bytes, needed_bytes
 from jax_cudnn.tuning.pace import OutOfTimeError, Pace
-from jax_cudnn.tuning.races import Race, Way, promising
+from jax_cudnn.tuning.races import Entrant, Race, promising
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     compile_over_sets,
@@ -76,9 +89,9 @@ def measure(
     """Time everything that may run a part of a graph, and return the fastest.
 
     Plans of one graph race by the device's events. The fastest whose results agree with
-    the reference, of each way of rewriting the part, then meets XLA's code, each with
-    all its array work, in compiled programs. So do the contenders that were added, if
-    they agree, where the options leave it open who runs the part.
+    the reference, of each rewrite of the part, is then compared with XLA's code, each
+    with all its array work, in compiled programs. So are the contenders that were
+    added, if they agree, where the options leave it open who runs the part.
 
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
@@ -133,7 +146,7 @@ def measure_each(
 
 
 def _beside(tasks: Sequence[Task]) -> Work[None]:
-    """Run tasks with the first programs: before these, ways are looked for."""
+    """Run tasks with the first programs: the first tasks only find the entrants."""
     yield []
     # Those that are followed begin before all others.
     yield [Followed(task, lambda result: result) for task in tasks]
@@ -161,31 +174,36 @@ class _Contest:
     def choice(self) -> Work[Choice]:
         """Measure; what is yielded is compiled before the next line."""
         self._check_time()
-        (ways,) = yield [self._ways]
-        races, by_xla, example_of = yield from self._first_looks(ways)
+        (entrants,) = yield [self._entrants]
+        races, by_xla, example_of = yield from self._first_looks(entrants)
         yield from self._last_looks(races)
         return (yield from self._chosen(races, by_xla, example_of))
 
-    def _first_looks(self, ways: Sequence[Way]) -> Work[tuple[list[Race], Any, Any]]:
-        """Look at the first plan of each engine of each way.
+    def _first_looks(
+        self, entrants: Sequence[Entrant]
+    ) -> Work[tuple[list[Race], Any, Any]]:
+        """Look at the first plan of each engine of each entrant.
 
         Returns the races, XLA's program, and the one that makes an example; None for a
         program that does not compile.
         """
-        firsts = [(way, each) for way in ways for each in way.firsts]
+        firsts = [(entrant, each) for entrant in entrants for each in entrant.firsts]
         compile_xla = functools.partial(self._compiled_over_sets, self._run_xla)
         by_xla, example_of, _, *rest = yield [
             Followed(compile_xla, self._started),
             functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
-            *(functools.partial(self._compiled, way.prepared) for way in ways),
+            *(
+                functools.partial(self._compiled, entrant.prepared)
+                for entrant in entrants
+            ),
             *(functools.partial(self._build, *each) for each in firsts),
         ]
-        prepare, plans = rest[: len(ways)], rest[len(ways) :]
+        prepare, plans = rest[: len(entrants)], rest[len(entrants) :]
         self._check_time()
         races = [
-            Race(way=way, prepare=program)
-            for way, program in zip(ways, prepare, strict=True)
+            Race(entrant=entrant, prepare=program)
+            for entrant, program in zip(entrants, prepare, strict=True)
             if program is not None
         ]
         self._look(races, firsts, plans, is_last=False)
@@ -194,7 +212,9 @@ class _Contest:
     def _last_looks(self, races: Sequence[Race]) -> Work[None]:
         """Time the plans of engines that are near the fastest, those near it longer."""
         is_all = self._max_plans is None
-        others = [(race.way, each) for race in races for each in race.others(is_all)]
+        others = [
+            (race.entrant, each) for race in races for each in race.others(is_all)
+        ]
         if self._pace.is_late:
             others = []
         plans = yield [self._build_aside(*each) for each in others]
@@ -225,7 +245,7 @@ class _Contest:
         if example_of is not None:
             example = _unless_it_fails(lambda: example_of(*sets[0]))
         compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
-        best: tuple[float, Step] | None = None
+        best: tuple[float, PartDecision] | None = None
         first_ratio: float | None = None
         for race, steps, (error_of, over_sets) in zip(
             races, ordered, compiled, strict=True
@@ -264,10 +284,10 @@ class _Contest:
 
     # --- what is compiled -----------------------------------------------------------
 
-    def _ways(self) -> list[Way]:
+    def _entrants(self) -> list[Entrant]:
         ordinal = self._device.local_hardware_id
         request = self._options.plan.to_request()
-        ways: list[Way] = []
+        entrants: list[Entrant] = []
         for ranked in policy.ranked(self._part, self._target):
             legal = ranked.legal
             if self._options.exact_dtypes and legal.rounds_sums:
@@ -278,21 +298,21 @@ class _Contest:
             except UnsupportedError:
                 continue
             few = promising(listed, self._max_plans)
-            ways.append(Way(legal=legal, text=text, listed=few))
-        return ways
+            entrants.append(Entrant(legal=legal, text=text, listed=few))
+        return entrants
 
-    def _build(self, way: Way, request: str) -> native.PlanInfo | None:
+    def _build(self, entrant: Entrant, request: str) -> native.PlanInfo | None:
         if self._builders is not None:
-            return self._allowed(self._builders.plan, way.text, request)
+            return self._allowed(self._builders.plan, entrant.text, request)
         ordinal = self._device.local_hardware_id
         plan = functools.partial(native.plan, device=ordinal)
-        return self._allowed(plan, way.text, request=request)
+        return self._allowed(plan, entrant.text, request=request)
 
-    def _build_aside(self, way: Way, request: str) -> Task | Aside:
+    def _build_aside(self, entrant: Entrant, request: str) -> Task | Aside:
         """Return what builds a plan, by other processes while others are timed."""
         if self._builders is None:
-            return functools.partial(self._build, way, request)
-        asked = (way.text, request)
+            return functools.partial(self._build, entrant, request)
+        asked = (entrant.text, request)
         return Aside(
             functools.partial(self._builders.built_elsewhere, *asked),
             functools.partial(self._allowed, self._builders.taken, *asked),
@@ -375,20 +395,24 @@ class _Contest:
     def _look(
         self,
         races: Sequence[Race],
-        asked: Sequence[tuple[Way, str]],
+        asked: Sequence[tuple[Entrant, str]],
         plans: Sequence[native.PlanInfo | None],
         *,
         is_last: bool,
     ) -> None:
         """Time plans in their races; they are None where what was asked has none."""
         built = [
-            (way, request, plan)
-            for (way, request), plan in zip(asked, plans, strict=True)
+            (entrant, request, plan)
+            for (entrant, request), plan in zip(asked, plans, strict=True)
             if plan is not None
         ]
         sets = self._operands.draw() if races else []
         for race in races:
-            new = {request: plan for way, request, plan in built if way is race.way}
+            new = {
+                request: plan
+                for entrant, request, plan in built
+                if entrant is race.entrant
+            }
             race.look(
                 new,
                 sets,
@@ -397,13 +421,13 @@ class _Contest:
                 before_each=self._check_time,
             )
 
-    def _in_order(self, race: Race) -> list[tuple[Step, float]]:
+    def _in_order(self, race: Race) -> list[tuple[PartDecision, float]]:
         """Return a race's plans as steps with their times, the fastest first."""
         return [
             (
-                Step(
+                PartDecision(
                     part=self._part,
-                    legal=race.way.legal,
+                    legal=race.entrant.legal,
                     plan=plan,
                     target=self._target,
                     request=plan.request,
@@ -415,10 +439,10 @@ class _Contest:
 
     def _agreed(
         self,
-        steps: Sequence[tuple[Step, float]],
+        steps: Sequence[tuple[PartDecision, float]],
         error_of: Callable[..., Any] | None,
         example: _Example | None,
-    ) -> tuple[Step | None, float]:
+    ) -> tuple[PartDecision | None, float]:
         """Return the fastest step that agrees with the reference, and its time.
 
         ``error_of`` is the program that says how far off the fastest of all is.
@@ -438,7 +462,9 @@ class _Contest:
         if self._options.plan.to_request():
             return  # which is about cuDNN's plans
         for contender, program in contenders.all_of(self._part):
-            step = Step(part=self._part, contender=contender.title, program=program)
+            step = PartDecision(
+                part=self._part, contender=contender.title, program=program
+            )
             run = functools.partial(_run_contender, step)
             with _failures_told(step):
                 us = self._time(self._compiled_over_sets(run), sets)
@@ -446,20 +472,20 @@ class _Contest:
                     yield contender.title, round(us, 2)
 
 
-def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def _run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_cudnn(step, operands)
 
 
-def _run_contender(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def _run_contender(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_contender(step, operands)
 
 
-def _digest_of(step: Step) -> str:
+def _digest_of(step: PartDecision) -> str:
     return "" if step.legal is None else digest_of(step.legal.graph)
 
 
 @contextmanager
-def _failures_told(step: Step) -> Iterator[None]:
+def _failures_told(step: PartDecision) -> Iterator[None]:
     """Say what a contender raises, and go on: it is not ours, and does not run."""
     try:
         yield
@@ -504,7 +530,7 @@ def _error_of(
 
 
 def _agrees(
-    step: Step, error_of: Callable[..., Any] | None, example: _Example | None
+    step: PartDecision, error_of: Callable[..., Any] | None, example: _Example | None
 ) -> bool:
     """Whether a step computes what is expected; one that does not is warned of."""
     if error_of is None:

@@ -37,8 +37,8 @@ _SAMPLES = 7
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Way:
-    """A way of rewriting a part, and the plans of cuDNN's that may be built for it."""
+class Entrant:
+    """A rewrite of a part, and the plans of cuDNN's that may be built for it."""
 
     legal: Legal
     text: str
@@ -58,12 +58,12 @@ class Way:
 
 @dataclass(kw_only=True)
 class Race:
-    """The plans of one way, and how long those took that ran.
+    """The plans of one entrant, and the times of those that ran.
 
-    ``prepare`` is the way's `prepared` as a compiled program.
+    ``prepare`` is the entrant's `prepared` as a compiled program.
     """
 
-    way: Way
+    entrant: Entrant
     prepare: Callable[..., Any]
     looks: dict[str, tuple[native.PlanInfo, float]] = field(default_factory=lambda: {})
 
@@ -75,7 +75,7 @@ class Race:
     @property
     def first_us(self) -> float:
         """The time of the plan that runs untuned."""
-        requests = (each.request for each in self.way.listed)
+        requests = (each.request for each in self.entrant.listed)
         return next(self.looks[each][1] for each in requests if each in self.looks)
 
     @property
@@ -88,7 +88,7 @@ class Race:
 
         Where an engine's first plan did not run, the others may.
         """
-        firsts = self.way.firsts
+        firsts = self.entrant.firsts
         far = {
             (plan.engine, plan.variant)
             for plan, us in self.looks.values()
@@ -96,7 +96,7 @@ class Race:
         }
         return [
             each.request
-            for each in self.way.listed
+            for each in self.entrant.listed
             if each.request not in firsts and (each.engine, each.variant) not in far
         ]
 
@@ -117,7 +117,7 @@ class Race:
             return
         start = time.monotonic()
         changed, results = zip(*(self.prepare(*each) for each in sets), strict=True)
-        graph = self.way.legal.graph
+        graph = self.entrant.legal.graph
         stopwatch = PlanStopwatch(graph, changed, device, results)
         ready = time.monotonic()
         for request, plan in plans.items():

@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles on all cores at once, and in part while the GPU is timed.
 
-XLA and cuDNN compile outside of Python's lock, and the GPU is timed by one thread. What
-follows a task runs in a thread of its own, one after another. What neither needs the
-GPU nor much of this process goes on while others are timed.
+XLA and cuDNN compile outside of Python's lock, and one thread times the GPU. What
+follows a task (`Followed`) runs in a second thread, one task after another. A task that
+uses neither the GPU nor much of this process (`Aside`) runs while others are timed.
+
+For example, two works that each need two results. The first tasks of both run at the
+same time, and then the second tasks of both:
+
+>>> def work(x):
+...     (compiled,) = yield [lambda: x + 1]  # stands for a compilation
+...     (loaded,) = yield [lambda: compiled * 2]
+...     return loaded
+>>> list(in_stages([work(1), work(10)]))
+[4, 22]
 """
 
 import functools

@@ -519,7 +519,7 @@ def _check_kernel(
         for each, xs in ((graph, operands), (backward.graph, of_gradient)):
             want = evaluate(each, xs)
             first, *others = legalize(each, _HOPPER).candidates
-            assert [n for legal in others for n in legal.notes if "are a mask" in n]
+            assert [n for legal in others for n in legal.notes if "become a mask" in n]
             legal = others[0] if as_mask else first
             assert from_json(to_json(legal.graph)) == legal.graph
             changed = legal.before(xs)
@@ -592,7 +592,7 @@ def test_other_sequences_are_a_mask_and_the_note_says_why(
     (legal,) = legalize(graph, target).candidates
     assert legal.graph.nodes[0].attributes == SdpaAttributes(scale=0.3, is_causal=False)
     (note,) = legal.notes
-    assert "the sequences of a row are a mask, whose memory grows with s*t" in note
+    assert "the sequences of a row become a mask, in memory that grows with s*t" in note
     assert re.search(reason, note)
 
 
@@ -633,7 +633,7 @@ def test_gradients_of_large_heads_are_a_mask_before_9_19(
     rows = dataclasses.replace(_MIXED, d=d, e=e)
     options = {"with_gradient": with_gradient, "with_lse": with_lse}
     first, *others = _legal_graphs(rows, _HOPPER, **options)
-    assert not any("are a mask" in note for note in first.notes)
+    assert not any("become a mask" in note for note in first.notes)
     assert "query_offsets" in first.graph.inputs
     found = _legal_graphs(rows, _WITH_9_14, **options)
     if not is_wrong:
@@ -643,7 +643,8 @@ def test_gradients_of_large_heads_are_a_mask_before_9_19(
     for legal in found:
         assert "query_offsets" not in legal.graph.inputs
         assert (
-            "the sequences of a row are a mask, whose memory grows with s*t: cuDNN "
+            "the sequences of a row become a mask, in memory that grows with s*t: "
+            "cuDNN "
             "9.14.0 computes wrong gradients of packed sequences with head sizes over "
             "128; 9.19 does not"
         ) in legal.notes
@@ -655,7 +656,7 @@ def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
     inputs = {tensor.name: tensor for tensor in graph.input_tensors} | {"bias": bias}
     attributes: Any = graph.nodes[0].attributes
     (legal,) = legalize(sdpa_graph(inputs, attributes=attributes), _HOPPER).candidates
-    assert "beside a bias cuDNN takes no packed ones" in legal.notes[0]
+    assert "cuDNN has no packed sequences with a bias" in legal.notes[0]
 
 
 def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
@@ -670,8 +671,9 @@ def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
     assert found
     for legal in found:
         assert (
-            "the sequences of a row are a mask, whose memory grows with s*t: dropout "
-            "is drawn by the positions of whole rows"
+            "the sequences of a row become a mask, in memory that grows with s*t: "
+            "dropout "
+            "depends on the positions in whole rows"
         ) in legal.notes
 
 
@@ -696,7 +698,7 @@ def test_one_sequence_of_a_row_is_as_it_was() -> None:
         (lambda: masks.Packed([0, 3], [0, 3, 5]), ValueError,
          "the queries have 1 sequences, but the keys 2. They must have as many"),
         (lambda: masks.Packed([0, 3, 5, 6], query_lengths=[3, 1]), ValueError,
-         r"query_offsets is i32\[1,4\] beside 2 lengths. Pass as many"),
+         r"query_offsets is i32\[1,4\] with 2 lengths. Pass as many"),
         (lambda: masks.Packed([0, 3], query_lengths=[4, 1]), ValueError,
          "the query sequences overlap: one ends at token 4 and another begins at 3"),
         (lambda: masks.Packed(jnp.array([0, 3]), query_lengths=jnp.array([4, 1])),
@@ -730,7 +732,7 @@ def test_one_sequence_of_a_row_is_as_it_was() -> None:
         (lambda: masks.Packed.from_segment_ids([0, 1], True), TypeError,
          "max_segments is True"),
         (lambda: masks.Packed([0, 3]) & masks.Packed([0, 4]), ValueError,
-         "two masks say which sequences a row holds"),
+         "two masks say which sequences a row contains"),
         (lambda: masks.Packed([0, 3], [0, 4]) & masks.Causal("bottom-right")
          & masks.Window(2, 0), ValueError, "have different alignments"),
     ],

@@ -241,14 +241,15 @@ def test_two_options_mean_what_both_mean(first: str, second: str) -> None:
     [
         (
             {"mask": masks.Packed(*_STARTS) & masks.Packed(*_STARTS)},
-            "two masks say which sequences a row holds. Pass one Packed; Segments may",
+            "two masks say which sequences a row contains. Pass one Packed; Segments "
+            "may",
         ),
         (
             {
                 "mask": masks.Packed(*_STARTS) & masks.Window(1, 1, "bottom-right"),
                 "is_causal": True,
             },
-            "causality and windows beside packed sequences have different alignments",
+            "causality and windows of packed sequences have different alignments",
         ),
         ({"dropout_rate": 0.5}, "dropout_rate is 0.5 but dropout_key is None."),
     ],

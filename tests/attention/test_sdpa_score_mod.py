@@ -424,7 +424,7 @@ def test_what_kernels_lack_is_said_and_runs_by_xla(
         "goes on after -inf": lambda x, b, h, q, k: (
             jnp.where(k > q, -jnp.inf, jnp.tanh(x)) * 2
         ),
-        "may hide all keys of a row": lambda x, *_: jnp.log(jnp.abs(x)),
+        "may mask all keys of a row": lambda x, *_: jnp.log(jnp.abs(x)),
         "does not depend on the score": lambda x, b, h, q, k: k.astype(x.dtype),
         "more than 4 arrays": lambda x, b, h, q, k: functools.reduce(
             lambda y, i: jnp.tanh(y * jnp.asarray(_SLOPES)[h] + i), range(5), x

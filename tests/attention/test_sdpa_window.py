@@ -468,7 +468,8 @@ def test_masks_that_show_no_key_together_are_named() -> None:
     with pytest.raises(
         ValueError,
         match=r"sdpa: Window\(left=-1, right=5\) & Causal\(\) show no key to any of 4 "
-        r"queries with 6 keys: those that one shows are hidden by another\. Pass None",
+        r"queries with 6 keys: each key that one allows is masked by another\. Pass "
+        r"None",
     ):
         sdpa(q, k, v, mask=ahead, is_causal=True)
     with pytest.raises(ValueError, match=r"Causal.*'cache'.*show no key to any of 4"):

@@ -762,14 +762,14 @@ _BAD: dict[str, tuple[type[Exception], str, Callable[[Any, Any], Any]]] = {
     ),
     "attention": (
         ValueError,
-        "qkv_dot_general was passed beside recipe",
+        "qkv_dot_general was passed with recipe",
         lambda x, w: our_nnx.MultiHeadAttention(
             H, W, recipe=f8.Current(), qkv_dot_general=F8DotGeneral(), rngs=rngs()
         ),
     ),
     "linen's attention": (
         ValueError,
-        "out_dot_general was passed beside recipe",
+        "out_dot_general was passed with recipe",
         lambda x, w: our_linen.MultiHeadDotProductAttention(
             H, recipe=f8.Current(), out_dot_general=jax.lax.dot_general
         ).init(jax.random.key(0), jnp.ones((B, S, W))),

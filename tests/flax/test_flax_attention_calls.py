@@ -310,7 +310,7 @@ def test_linen_refuses_its_inputs_with_reasons():
         linen_call({"qkv_features": 31})
     with pytest.raises(ValueError, match="inputs_v was passed without inputs_k"):
         linen_call({}, [X, None, X])
-    with pytest.raises(ValueError, match="inputs_kv was passed beside inputs_k or"):
+    with pytest.raises(ValueError, match="inputs_kv was passed with inputs_k or"):
         linen_call({}, [X, X], inputs_kv=X)
 
 

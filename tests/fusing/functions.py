@@ -147,7 +147,7 @@ CASES: dict[str, Case] = {
         (_X, _W, jnp.float32(0.3)),
         ("matmul+mul+exp",),
     ),
-    "an extreme along an axis": Case(
+    "a max along an axis": Case(
         lambda x, w, v: jax.nn.softmax(x @ w / 3.0) @ v,
         (_X, _W, normal(3, 12, 4)),
         ("matmul+div", "matmul"),

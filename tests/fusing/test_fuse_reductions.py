@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and extremes at the end of a fused function's kernel, against NumPy and JAX."""
+"""Reductions at the end of a fused function's kernel, against NumPy and JAX."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ def test_derivatives(name: str, axis: tuple[int, ...]) -> None:
             np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-10)
 
 
-def test_equal_extremes_share_the_gradient_and_nan_spoils_it() -> None:
+def test_equal_maxima_share_the_gradient_and_nan_spoils_it() -> None:
     a = jnp.asarray([[1.0, 1.0], [2.0, 0.0], [jnp.nan, 1.0]])
     b = jnp.asarray([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
 
@@ -234,7 +234,7 @@ def test_what_is_along_neither_rows_nor_columns_is_xlas(function: Any) -> None:
     np.testing.assert_allclose(fused(a, b), function(a, b), rtol=1e-5, atol=1e-5)
 
 
-def test_extremes_of_nothing() -> None:
+def test_max_and_min_of_nothing() -> None:
     def run(a: Any, b: Any) -> Any:
         return jnp.max(jnp.matmul(a, b), 0, initial=-1.0)
 
@@ -269,8 +269,8 @@ def test_what_is_written_anyway_is_reduced_by_xla() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda a, b: jnp.max(a @ b, 2) * 2, "nothing follows a sum or an extreme"),
-        (lambda a, b: jnp.prod(a @ b, 2), "XLA fuses sums and extremes"),
+        (lambda a, b: jnp.max(a @ b, 2) * 2, "nothing follows a reduction"),
+        (lambda a, b: jnp.prod(a @ b, 2), "XLA fuses reductions"),
         (
             lambda a, b: jnp.sum(jnp.reshape(a @ b, (3, 4, 4, 24)), 1),
             "it leaves a part of the rows, columns or batch",

@@ -16,7 +16,7 @@ import pytest
 
 from jax_cudnn.graph import FoldRule, Graph, fold_rule
 from jax_cudnn.lowering.fold import Fold, fold_graph
-from jax_cudnn.lowering.sharding.members import merged
+from jax_cudnn.lowering.sharding.subaxes import merged
 from tests.attention.shared.oracle import (
     attention_graph,
     backward_graph,

@@ -25,7 +25,7 @@ from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.legalize.products import fusion, reduction
 from jax_cudnn.lowering import partitioned
-from jax_cudnn.lowering.sharding.members import as_results, merged
+from jax_cudnn.lowering.sharding.subaxes import as_results, merged
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
 from tests.common.evaluating import evaluate

@@ -705,7 +705,7 @@ def test_transformations_of_all_at_once(way: str) -> None:
         (
             {"mask": masks.Packed(np.arange(3)) & masks.Packed(np.arange(3))},
             ValueError,
-            "two masks say which sequences a row holds. Pass one Packed;",
+            "two masks say which sequences a row contains. Pass one Packed;",
         ),
         (
             {"mask": masks.Where(np.ones((1, 1, 3, T), bool))},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, pooling, grouped products and fused functions whose plans can be asked for."""
+"""Norms, pooling, grouped matmuls and fused functions whose plans can be asked for."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.plans.features import Feature, array
 
 _NORMS = "norms"
 _POOLS = "pooling"
-_GROUPS = "grouped products"
+_GROUPS = "grouped matmuls"
 _IMAGES = (4, 28, 28, 64)
 _FIRST = "XLA computes the gradient, whose meaning for equal elements it defines"
 

@@ -850,7 +850,7 @@ def test_i32_sums_of_a_convolution_leave_the_kernel_in_f32() -> None:
     wide = jnp.zeros((8, 9, 16, 4), jnp.int8)
     ((graph, _, _),) = traced_graphs(conv, jnp.zeros((2, 9, 9, 16), jnp.int8), wide)
     (reason,) = legalize(graph, None).reasons
-    assert "f32, which holds integers up to 2^24 only" in reason
+    assert "f32, which represents integers up to 2^24 only" in reason
 
 
 def test_weights_are_converted_in_the_kernel_or_before_it() -> None:

@@ -12,6 +12,7 @@ from tests.common import forked
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = (
     "plans.md",
+    "plans_reference.md",
     "performance.md",
     "sequence_parallel.md",
     "masks.md",

@@ -334,7 +334,7 @@ def test_an_old_cudnn() -> None:
         (91001, ["attention is wrong", "bf16 and f16"], "f8", "15"),
         (91200, ["3-D convolutions of bf16 and f16", "TF32", "2^31"], "atten", "16"),
         (91400, ["3-D convolutions of bf16 and f16", "TF32"], "attention", "16"),
-        (91501, ["TF32", "XLA runs them, which may ask the same cuDNN"], "bf16", "16"),
+        (91501, ["TF32", "XLA runs them, possibly by the same cuDNN"], "bf16", "16"),
     ],
 )
 def test_a_cudnn_with_known_bugs(
@@ -355,11 +355,11 @@ def test_what_no_other_cudnn_mends_is_a_note() -> None:
     assert "filter's gradient with a relu" in finding.what
     assert "single group" not in finding.what
     (finding,) = _of_cudnn(92801)
-    assert "a single group is refused (it is a plain product" in finding.what
+    assert "a single group is refused (it is computed as a plain matmul" in finding.what
     assert finding.fix.startswith("None is needed")
     assert not _of_cudnn(91600)
     (finding,) = _of_cudnn(92700)
-    assert "the gradient of group norm by images of 16 bits" in finding.what
+    assert "the gradient of group norm with respect to 16-bit images" in finding.what
     assert finding.fix.startswith("None is needed")
 
 
@@ -417,7 +417,7 @@ def test_a_library_that_cudnn_opens_is_missing(cuda: int, wheel: str) -> None:
 def test_tf32_that_is_overridden(value: str, told: str) -> None:
     finding = _only(environment=(("NVIDIA_TF32_OVERRIDE", value),))
     assert (finding.severity, finding.name) == ("warning", "tf32-override")
-    assert f"NVIDIA_TF32_OVERRIDE={value}: f32 products {told}" in finding.what
+    assert f"NVIDIA_TF32_OVERRIDE={value}: f32 matmuls {told}" in finding.what
 
 
 def test_a_log_that_slows() -> None:
@@ -443,7 +443,7 @@ def test_a_gpu_that_nobody_measured() -> None:
     assert (finding.severity, finding.name) == ("note", "not-calibrated")
     assert finding.what == (
         "Nothing was measured on NVIDIA L4 (sm_89) with cuDNN 9.19: where nothing was "
-        'tuned, "auto" goes by the table of another GPU, or of another cuDNN.'
+        'tuned, "auto" uses the table of another GPU, or of another cuDNN.'
     )
     assert finding.fix == "`jax-cudnn calibrate` (five minutes) measures it."
     assert not _with_own(_OWN)
@@ -452,7 +452,7 @@ def test_a_gpu_that_nobody_measured() -> None:
         assert [each.name for each in _with_own(other)] == ["not-calibrated"]
     (finding,) = _with_own(replace(_OWN, cudnn=918))
     assert finding.name == "not-calibrated"
-    assert finding.what.endswith('"auto" goes by what was calibrated with cuDNN 9.18.')
+    assert finding.what.endswith('"auto" uses what was calibrated with cuDNN 9.18.')
     old = InstalledGpu(name="Tesla T4", sm_version=75, memory_bytes=2**34)
     assert [each.name for each in _with_own(gpu=old)] == ["old-gpu"]
 

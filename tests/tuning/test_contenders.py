@@ -19,7 +19,7 @@ from jax_cudnn.choices import Choice, ChoiceTable, Trial, key_of
 from jax_cudnn.config import Options, PlanOptions
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import devices, run_contender, traced_graphs
-from jax_cudnn.lowering.decision import Step, decide, decide_part
+from jax_cudnn.lowering.decision import PartDecision, decide, decide_part
 from jax_cudnn.plans import inspection
 from jax_cudnn.reference.interpreter import evaluate, to_logical, to_stored
 from jax_cudnn.tuning import in_context
@@ -168,7 +168,7 @@ def test_its_program_has_logical_axes_and_gives_what_the_part_does() -> None:
             )
             for t in graph.input_tensors
         ]
-        step = Step(part=graph, contender="mine 1.2", program=program)
+        step = PartDecision(part=graph, contender="mine 1.2", program=program)
         found = run_contender(step, operands)
         assert seen == [t.dims for t in graph.input_tensors]
         for one, two in zip(found, evaluate(graph, operands), strict=True):
@@ -176,10 +176,12 @@ def test_its_program_has_logical_axes_and_gives_what_the_part_does() -> None:
 
 
 def test_other_results_than_the_parts_are_refused() -> None:
-    step = Step(part=_part(), contender="mine", program=lambda *xs: [xs[0].sum(0)])
+    step = PartDecision(
+        part=_part(), contender="mine", program=lambda *xs: [xs[0].sum(0)]
+    )
     with pytest.raises(ValueError, match=r"mine returns bfloat16\[8, 16\] for matmul"):
         run_contender(step, [_X[None], _X.T[None]])
-    step = Step(part=_part(), contender="mine", program=lambda *_: [])
+    step = PartDecision(part=_part(), contender="mine", program=lambda *_: [])
     with pytest.raises(ValueError, match="mine returns nothing for matmul"):
         run_contender(step, [_X[None], _X.T[None]])
 

@@ -20,7 +20,7 @@ from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.policy import ranking
 from jax_cudnn.reference.interpreter import evaluate
@@ -67,7 +67,9 @@ class Gpu:
         assert device == 3
         return made_plan(request)
 
-    def run(self, step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def run(
+        self, step: PartDecision, operands: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
         assert step.plan is not None
         assert (step.plan.request, step.target) == (step.request, H200)
         if step.plan.engine in self.broken:
@@ -112,7 +114,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = SimpleNamespace(local_hardware_id=3, platform="gpu")
     ran = gpu.ran
 
-    def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def run_cudnn(
+        step: PartDecision, operands: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
         assert step.plan is not None
         ran.append(float(step.plan.engine))
         return gpu.run(step, operands)
@@ -524,7 +528,7 @@ def test_no_plan_is_compared_when_the_time_is_over(
     gpu.wrong = set(gpu.engines)
     now = [0.0]
 
-    def run(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def run(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         now[0] += 1
         return [2 * x for x in evaluate(step.part, operands)]
 

@@ -14,7 +14,7 @@ from jax_cudnn import UnsupportedError, choices, matmul, native, plans
 from jax_cudnn.choices import Choice, ChoiceTable
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import decide, decision, devices, traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions, tuning
 from tests.common.planner import H200, PIN, made_plan
@@ -70,7 +70,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
     return made
 
 
-def _tuned_in_a_block(choice: Choice | None, plan: PlanOptions | None = None) -> Step:
+def _tuned_in_a_block(
+    choice: Choice | None, plan: PlanOptions | None = None
+) -> PartDecision:
     """Return how a product runs that has a choice and is compiled in a block."""
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((256, 384), jnp.bfloat16)
@@ -81,7 +83,7 @@ def _tuned_in_a_block(choice: Choice | None, plan: PlanOptions | None = None) ->
     with plans.autotuning(progress=False):
         steps = decide(graph, options).steps
         decide(graph, options)
-    return steps[0] if steps else Step(part=graph)
+    return steps[0] if steps else PartDecision(part=graph)
 
 
 def test_what_has_no_choice_is_measured_once(

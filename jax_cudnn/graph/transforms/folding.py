@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jax_cudnn.graph.description import Role
 from jax_cudnn.graph.kinds import is_anchor, row_of
-from jax_cudnn.graph.pointwise import is_extreme
+from jax_cudnn.graph.pointwise import is_max_or_min
 from jax_cudnn.graph.spec import Graph, Node
 from jax_cudnn.graph.walks import made_by, readers
 
@@ -132,8 +132,8 @@ class _Fold:
         sums = frozenset(self._sums(folded, sizes))
         if not all(self._ends_at(name) and self._splits(name) for name in sums):
             return None
-        extremes = made_by(filter(is_extreme, self._graph.nodes))
-        if not sums.isdisjoint(extremes):
+        maxima = made_by(filter(is_max_or_min, self._graph.nodes))
+        if not sums.isdisjoint(maxima):
             return None  # What is added up afterwards are the shares of sums.
         axes = {name: self._axes[name] for name in sizes}
         return FoldRule(letter=self._letter, axes=axes, sizes=sizes, sums=sums)

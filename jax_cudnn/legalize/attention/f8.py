@@ -66,7 +66,7 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
     if attributes_of(editor).window and not is_band(graph):
         reasons.append(
             f"the window {list(attributes_of(editor).window)} leaves queries without a "
-            "key, or stands beside lengths; cuDNN's f8 attention takes no mask to hold "
+            "key, or is combined with lengths; cuDNN's f8 attention has no mask for "
             "it"
         )
     s = roles["query"].dims[2]
@@ -75,6 +75,6 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
     if s == 1 and has_band and F8_NEEDS_TWO_QUERIES.is_here(target):
         reasons.append(
             "a single query with is_causal or a window; cuDNN's f8 attention takes two "
-            "or more on sm_90. Leave these out, and the keys that they hide"
+            "or more on sm_90. Omit them, and the keys that they mask"
         )
     return reasons

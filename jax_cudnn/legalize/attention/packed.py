@@ -59,8 +59,8 @@ def by_packing(
     folded = rule(masked, target)
     reason = _why_not_ragged(attributes, roles, target)
     note = (
-        "the sequences of a row are a mask, whose memory grows with s*t: "
-        f"{reason or 'cuDNN has no plan for packed ones'}"
+        "the sequences of a row become a mask, in memory that grows with s*t: "
+        f"{reason or 'cuDNN has no plan for packed sequences'}"
     )
     candidates = tuple(
         replace(given_more(legal, with_mask), notes=(*legal.notes, note))
@@ -83,11 +83,11 @@ def _why_not_ragged(
     """Return why cuDNN cannot take the sequences as they are; "" if it may."""
     query = roles["query"]
     if found := [role for role in ("bias", "mask") if role in roles]:
-        return f"beside a {found[0]} cuDNN takes no packed ones"
+        return f"cuDNN has no packed sequences with a {found[0]}"
     if not roles.keys().isdisjoint(("dropout_seed", "dropout_mask")):
-        return "dropout is drawn by the positions of whole rows"
+        return "dropout depends on the positions in whole rows"
     if attributes.score_mod:
-        return "beside a score_mod cuDNN takes no packed ones"
+        return "cuDNN has no packed sequences with a score_mod"
     if query.dtype not in _DTYPES:
         return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
     if any(bound < 0 for bound in attributes.window):

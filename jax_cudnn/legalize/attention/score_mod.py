@@ -48,13 +48,14 @@ def why_not_score_mod(editor: GraphEditor) -> list[str]:
     reasons: list[str] = []
     if "dropout_seed" in editor.tensors:
         reasons.append(
-            "dropout beside a score_mod that is steps of a kernel; what cuDNN drops "
+            "dropout with a score_mod that runs in the kernel; what cuDNN drops "
             "there was not compared"
         )
     if "key_lengths" in editor.tensors and _free_role(editor) is None:
         reasons.append(
-            f"score_mod reads {len(OPERANDS)} arrays beside the key lengths; a kernel "
-            f"is given {len(OPERANDS)}, the lengths included"
+            f"score_mod reads {len(OPERANDS)} arrays in addition to the key lengths; a "
+            "kernel "
+            f"takes {len(OPERANDS)}, the lengths included"
         )
     query = editor.tensors["query"].dtype
     reasons += [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
-from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
+from jax_cudnn.graph.pointwise import PointwiseAttributes, is_max_or_min
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
@@ -79,18 +79,18 @@ def _legalize(graph: Graph) -> Legalization:
 
 
 def _reduces_rows(graph: Graph, node: Node) -> bool:
-    """Whether there is an extreme, or a sum along more than the batch of a product.
+    """Whether there is a max or min, or a sum along more than the batch of a matmul.
 
     The sum of an operand's gradient along the batch is all that becomes of the product.
     """
     sums = made_by(each for each in graph.nodes if each.kind == "reduction")
     (result,) = (graph.tensor(name) for _, name in node.outputs)
     is_along_more = any(graph.tensor(x).dims[1:] != result.dims[1:] for x in sums)
-    return is_along_more or any(map(is_extreme, graph.nodes))
+    return is_along_more or any(map(is_max_or_min, graph.nodes))
 
 
 def _with_reductions(graph: Graph) -> Legalization:
-    """Return the ways to compute sums and extremes of a contraction's result.
+    """Return the ways to compute reductions of a contraction's result.
 
     cuDNN has them at the end of a product's kernel. That comes first where nothing else
     is to be written of the product. Otherwise XLA reads the result.
@@ -168,7 +168,7 @@ def _too_large_for_f32(graph: Graph, node: Node) -> str:
         return ""
     return (
         f"i32 sums of {math.prod(window)} products of 8 bits: cuDNN writes them as "
-        "f32, which holds integers up to 2^24 only"
+        "f32, which represents integers up to 2^24 only"
     )
 
 

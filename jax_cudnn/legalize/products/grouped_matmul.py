@@ -37,9 +37,7 @@ _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for 
 # by cuBLASLt.
 ONE_KERNEL, BY_GROUP, BY_CUBLASLT = "one kernel", "by group", "by cuBLASLt"
 _OF_CUBLASLT = ("bf16", "f16")
-_F8_UNKNOWN = (
-    "f8: products in groups are cuBLASLt's, and without a GPU no cuBLAS is known"
-)
+_F8_UNKNOWN = "f8: cuBLASLt runs grouped matmuls, and without a GPU no cuBLAS is known"
 _F64 = "f64: cuDNN's grouped matmul takes bf16, f16 and f32"
 _ADVICE = 'Pass implementation="xla" or "auto".'
 

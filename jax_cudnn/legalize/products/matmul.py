@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn.graph import Graph, GraphWriter, Node, is_anchor
-from jax_cudnn.graph.pointwise import ReductionAttributes, is_extreme
+from jax_cudnn.graph.pointwise import ReductionAttributes, is_max_or_min
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.transforms.folding import families
 from jax_cudnn.graph.walks import made_by, read_by, readers
@@ -73,7 +73,7 @@ def _along_the_sum(graph: Graph) -> tuple[Legal, ...]:
 
 
 def with_reductions(graph: Graph) -> tuple[Legal, ...]:
-    """Return the way in which sums and extremes are the last operations of a product.
+    """Return the rewrite in which reductions are the last operations of a matmul.
 
     None where rows or columns are padded: what is in the padding would count. Nothing
     may read a sum. cuDNN keeps them in f32.
@@ -110,15 +110,15 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
-    """Return the graph with a number beside each extreme: how much it is taken of.
+    """Return the graph with a count for each max or min: of the elements that it is of.
 
-    An extreme of cuDNN's leaves NaN out, and begins with the largest finite numbers
+    cuDNN's max and min ignore NaN, and begin with the largest finite numbers
     (9.19 on an H100). So what is NaN counts as NaN, and what is beyond these numbers as
-    nothing. Of each extreme, return the name of its number, and what it is where that
+    nothing. Of each max or min, return the name of its count, and what it is where that
     is 0.
     """
-    extremes = [node for node in graph.nodes if is_extreme(node)]
-    if not extremes:
+    found = [node for node in graph.nodes if is_max_or_min(node)]
+    if not found:
         return graph, {}
     writer = GraphWriter("f32", prefix="counted_")
     names = {t.name: writer.input(t) for t in graph.input_tensors}
@@ -127,7 +127,7 @@ def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
         tensor = graph.tensor(made)
         names[made] = writer.result(writer.copy(node, tensor, names), tensor)
     counts: dict[str, tuple[str, float]] = {}
-    for node in extremes:
+    for node in found:
         assert isinstance(node.attributes, ReductionAttributes)
         ((_, x),), ((_, made),) = node.inputs, node.outputs
         is_max, value = node.attributes.mode == "max", names[x]

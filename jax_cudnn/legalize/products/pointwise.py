@@ -191,7 +191,7 @@ def _relu6(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("select", 6.0, positive, apply("gt", positive, 6.0))
 
 
-def _extreme(comparison: str) -> _Write:
+def _max_or_min(comparison: str) -> _Write:
     """Return how the operand for which `comparison` holds is taken; NaN is kept."""
 
     def write(apply: _Writing, names: list[str], alpha: float) -> str:
@@ -241,8 +241,8 @@ _WRITE: dict[str, _Write] = {
     "div": _div,
     "elu": _elu,
     "elu_grad": _elu_grad,
-    "max": _extreme("gt"),
-    "min": _extreme("lt"),
+    "max": _max_or_min("gt"),
+    "min": _max_or_min("lt"),
     "relu6": _relu6,
     "softplus": _softplus,
 }

@@ -11,14 +11,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Tensor
-from jax_cudnn.graph.pointwise import is_extreme
+from jax_cudnn.graph.pointwise import is_max_or_min
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import channels_last
 from jax_cudnn.legalize.common.legalization import Legal, Legalization
 
 _SLOWER = "XLA fuses elementwise work with what is around it"
 
-_EXTREMES = "extremes are cuDNN's at the end of a product only"
+_MAX_AND_MIN = "cuDNN has max and min at the end of a matmul only"
 
 # MAX_OPGRAPH_OPS of cudnn-frontend 1.32, which raises on more. (A graph with a
 # contraction has fewer: an activation is at most so long.)
@@ -29,8 +29,8 @@ def legalize(graph: Graph) -> Legalization:
     """Return how cuDNN can run a graph of pointwise nodes and sums."""
     if not any(node.kind == "reduction" for node in graph.nodes):
         return Legalization(reasons=(_SLOWER,))
-    if any(map(is_extreme, graph.nodes)):
-        return Legalization(reasons=(_EXTREMES,))
+    if any(map(is_max_or_min, graph.nodes)):
+        return Legalization(reasons=(_MAX_AND_MIN,))
     if reasons := _refusals(graph):
         return Legalization(reasons=reasons)
     legal = _candidate(graph)

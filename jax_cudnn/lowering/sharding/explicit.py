@@ -18,9 +18,9 @@ from jax_cudnn.lowering.sharding.array_types import (
     explicit_spec,
     is_explicitly_sharded,
 )
-from jax_cudnn.lowering.sharding.members import all_members
 from jax_cudnn.lowering.sharding.parts import RunPart, run_parts
 from jax_cudnn.lowering.sharding.share import Collectives, run_share
+from jax_cudnn.lowering.sharding.subaxes import all_subaxes
 from jax_cudnn.lowering.sharding.typed import all_typed_as, spec_of, types_of
 
 
@@ -56,7 +56,7 @@ def _run_divided(
     graph: Graph, operands: Sequence[jax.Array], run: RunPart, options: Options
 ) -> list[jax.Array]:
     """Run a graph of one kernel in `jax.shard_map`."""
-    members = all_members(graph, tuple(x.shape for x in operands))
+    subaxes = all_subaxes(graph, tuple(x.shape for x in operands))
     mesh = explicit_mesh(operands)
     types = types_of(graph, operands)
     division = types.effective
@@ -73,7 +73,7 @@ def _run_divided(
     )
 
     def share(*parts: jax.Array) -> list[jax.Array]:
-        return run_share(graph, members, division, parts, run, collectives, options)
+        return run_share(graph, subaxes, division, parts, run, collectives, options)
 
     in_specs = tuple(spec_of(division, name) for name in graph.inputs)
     mapped = jax.shard_map(

@@ -7,7 +7,7 @@ import jax
 
 from jax_cudnn.graph import Graph, is_anchor, kind_named
 from jax_cudnn.legalize import partition
-from jax_cudnn.lowering.sharding.members import all_members, flat, reshaped, spread
+from jax_cudnn.lowering.sharding.subaxes import all_subaxes, flat, reshaped, spread
 
 # Computes a part's results, in the shapes in which a primitive would give them.
 RunPart = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
@@ -24,10 +24,10 @@ def run_parts(
 ) -> list[jax.Array]:
     """Return the graph's results, given what runs its kernels and the rest.
 
-    The nodes around the kernels get a graph with an axis for each member: merging
+    The nodes around the kernels get a graph with an axis for each subaxis: merging
     these, where they are sharded, would gather them.
     """
-    members = all_members(graph, tuple(x.shape for x in operands))
+    subaxes = all_subaxes(graph, tuple(x.shape for x in operands))
     values = dict(zip(graph.inputs, operands, strict=True))
     for part in partition(graph):
         arguments = [values[name] for name in part.inputs]
@@ -37,5 +37,5 @@ def run_parts(
             wide = spread(part, [x.shape for x in arguments]) or part
             results = around(wide, arguments)
         for name, x in zip(part.outputs, results, strict=True):
-            values[name] = reshaped(x, flat(members[name]))
+            values[name] = reshaped(x, flat(subaxes[name]))
     return [values[name] for name in graph.outputs]

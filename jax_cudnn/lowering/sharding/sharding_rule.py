@@ -4,13 +4,13 @@
 from collections.abc import Sequence
 
 from jax_cudnn.graph import Factors, Graph, factors_of
-from jax_cudnn.lowering.sharding.members import Shape, all_members
+from jax_cudnn.lowering.sharding.subaxes import Shape, all_subaxes
 
 
 def factors_at(graph: Graph, shapes: tuple[Shape, ...]) -> Factors:
     """Return a kernel's factors, given the shapes of its operands' arrays."""
-    members = all_members(graph, shapes)
-    return factors_of(graph, tuple(sorted(members.items())))
+    subaxes = all_subaxes(graph, shapes)
+    return factors_of(graph, tuple(sorted(subaxes.items())))
 
 
 def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> str:

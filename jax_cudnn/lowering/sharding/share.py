@@ -19,7 +19,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.legalize import subgraph
 from jax_cudnn.lowering.sharding.cuts import Division
-from jax_cudnn.lowering.sharding.members import Members, reshaped
+from jax_cudnn.lowering.sharding.subaxes import Subaxes, reshaped
 from jax_cudnn.lowering.sharding.sums import (
     share_dtype,
     shares,
@@ -51,7 +51,7 @@ class Collectives:
 
 def run_share(
     graph: Graph,
-    members: Mapping[str, Members],
+    subaxes: Mapping[str, Subaxes],
     division: Division[Any],
     operands: Sequence[jax.Array],
     run: Run,
@@ -66,7 +66,7 @@ def run_share(
         if stage is None:
             continue
         own = division if i else replace(division, scattered={})
-        stage = _local_graph(stage, members, own)
+        stage = _local_graph(stage, subaxes, own)
         stage = _with_share_dtypes(stage, graph, division, options)
         arguments = [values[name] for name in stage.inputs]
         for name, x in zip(stage.outputs, run(stage, arguments), strict=True):
@@ -114,13 +114,13 @@ def _sum(
 
 
 def _local_graph(
-    graph: Graph, members: Mapping[str, Members], division: Division[Any]
+    graph: Graph, subaxes: Mapping[str, Subaxes], division: Division[Any]
 ) -> Graph:
     """Return the graph with the sizes that a device has."""
 
     def own(tensor: Tensor) -> Tensor:
         sizes = iter(division.local_shape(tensor.name))
-        stored = [math.prod(next(sizes) for _ in each) for each in members[tensor.name]]
+        stored = [math.prod(next(sizes) for _ in each) for each in subaxes[tensor.name]]
         dims = [0] * len(stored)
         for axis, size in zip(tensor.order, stored, strict=True):
             dims[axis] = size

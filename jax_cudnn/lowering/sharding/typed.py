@@ -3,6 +3,32 @@
 
 The rule is the one that XLA's partitioner is given (partitioned.py). How the results
 are sharded follows from it, and is part of their types.
+
+For example, a matmul of (14, 24) and (24, 10) has three factors: rows, contraction and
+columns. On a mesh of data=2 and model=5, rows may be cut along "data" and columns along
+"model". Then each device multiplies (7, 24) by (24, 2). If the contraction is cut, each
+device has a partial sum of the result, and the result, their sum, is whole:
+
+>>> import jax_cudnn
+>>> from jax.sharding import AbstractMesh, AxisType, NamedSharding
+>>> explicit = (AxisType.Explicit, AxisType.Explicit)
+>>> mesh = AbstractMesh((2, 5), ("data", "model"), axis_types=explicit)
+>>> def product(*specs):
+...     a, b = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+...     a = jax.ShapeDtypeStruct((14, 24), "float32", sharding=a)
+...     b = jax.ShapeDtypeStruct((24, 10), "float32", sharding=b)
+...     with jax.sharding.use_abstract_mesh(mesh):
+...         return jax.eval_shape(jax_cudnn.matmul, a, b).sharding.spec
+>>> print(*product(("data", None), (None, "model")))
+data model
+>>> print(*product((None, "data"), ("data", None)))
+None None
+
+Rows and columns cannot both be cut along "data":
+
+>>> product(("data", None), (None, "data"))  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+jax_cudnn.errors.UnsupportedError: matmul: axis 2 of b is sharded along data of ...
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,24 +55,25 @@ from jax_cudnn.lowering.sharding.array_types import (
     typed_as,
 )
 from jax_cudnn.lowering.sharding.cuts import Division, NamedCut, divide
-from jax_cudnn.lowering.sharding.members import all_members, result_shapes
 from jax_cudnn.lowering.sharding.parts import is_divided_by_xla
 from jax_cudnn.lowering.sharding.sharding_rule import factors_at
+from jax_cudnn.lowering.sharding.subaxes import all_subaxes, result_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Types:
     """The sharding of a kernel's arrays that their types say.
 
-    ``division``: along which axes of the mesh, also those of one device. ``ones``: how
-    axes of size 1 are sharded, for each tensor by the number of its array's axis. They
-    have no factor that is divided, and can only be sharded along axes of one device.
+    ``division``: along which axes of the mesh, also those of one device.
+    ``singletons``: how axes of size 1 are sharded, for each tensor by the number of its
+    array's axis. They have no factor that is divided, and can only be sharded along
+    axes of one device.
     ``is_settled``: whether the operands contradict each other, and the result that is
     wanted has decided.
     """
 
     division: Division[NamedCut]
-    ones: Mapping[str, Mapping[int, tuple[str, ...]]]
+    singletons: Mapping[str, Mapping[int, tuple[str, ...]]]
     is_settled: bool = False
 
     @property
@@ -61,9 +88,11 @@ class Types:
 
     def spec(self, name: str) -> PartitionSpec:
         """Return how a tensor's array is sharded."""
-        ones = self.ones.get(name, {})
+        singletons = self.singletons.get(name, {})
         entries = spec_of(self.division, name)
-        return PartitionSpec(*(ones.get(i, each) for i, each in enumerate(entries)))
+        return PartitionSpec(
+            *(singletons.get(i, each) for i, each in enumerate(entries))
+        )
 
 
 def types_of(
@@ -94,11 +123,11 @@ def types_of(
     results = factors.of(*graph.outputs)
     # On a device alone, a factor may be cut along its axis that else has to be whole.
     on_several = _on_several(factors, given)
-    strays = _strays(graph, factors) & on_several
+    unmatched = _unmatched(graph, factors) & on_several
     if is_divided_by_xla(graph):
         # As XLA leaves it, which runs this on several devices.
         factors = replace(factors, whole=factors.whole & on_several)
-    factors = factors.with_whole(strays)
+    factors = factors.with_whole(unmatched)
     division = divide(factors, given, first=results)
     conflict = "" if may_gather else _conflict(graph, division, given)
     is_settled = bool(conflict)
@@ -107,8 +136,8 @@ def types_of(
             raise UnsupportedError(conflict)
         start = divide(factors, [_result(graph, operands, wanted)])
         division = divide(factors, given, first=results, start=start)
-    ones = _ones(graph, operands, division)
-    return Types(division=division, ones=ones, is_settled=is_settled)
+    singletons = _singletons(graph, operands, division)
+    return Types(division=division, singletons=singletons, is_settled=is_settled)
 
 
 def would_gather(graph: Graph, operands: Sequence[Any]) -> bool:
@@ -134,14 +163,14 @@ def _on_several(
 
 
 def gathered_to_merge(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return a graph's operands, gathered along members that are not the slowest.
+    """Return a graph's operands, gathered along subaxes that are not the slowest.
 
     Only along that one may an axis be sharded that is merged of several.
     """
-    members = all_members(graph, tuple(x.shape for x in operands))
+    subaxes = all_subaxes(graph, tuple(x.shape for x in operands))
 
     def spec(name: str, x: jax.Array) -> PartitionSpec:
-        places = (i for own in members[name] for i in range(len(own)))
+        places = (i for own in subaxes[name] for i in range(len(own)))
         both = zip(explicit_spec(x), places, strict=True)
         return PartitionSpec(*(entry if i == 0 else None for entry, i in both))
 
@@ -149,16 +178,16 @@ def gathered_to_merge(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.A
     return all_typed_as(operands, specs, like=operands)
 
 
-def _ones(
+def _singletons(
     graph: Graph, operands: Sequence[Any], division: Division[NamedCut]
 ) -> dict[str, dict[int, tuple[str, ...]]]:
     """Return how axes of size 1 are sharded: as one that is the same in an operand."""
     classes = axis_classes(graph, with_ones=True)
-    members = all_members(graph, tuple(x.shape for x in operands))
+    subaxes = all_subaxes(graph, tuple(x.shape for x in operands))
     # For each tensor, the class of each axis of size 1, by the axis of its array.
     at: dict[str, dict[int, int]] = {}
     for tensor in graph.tensors:
-        axes = [(i, each) for i, own in enumerate(members[tensor.name]) for each in own]
+        axes = [(i, each) for i, own in enumerate(subaxes[tensor.name]) for each in own]
         at[tensor.name] = {
             axis: classes[tensor.name, tensor.order[i]]
             for axis, (i, size) in enumerate(axes)
@@ -229,24 +258,24 @@ def _cut(entry: Any, mesh: Any) -> NamedCut | None:
     return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
 
 
-def _strays(graph: Graph, factors: Factors) -> set[int]:
+def _unmatched(graph: Graph, factors: Factors) -> set[int]:
     """Return the factors that a result neither has nor sums.
 
     If they were divided, devices would all compute that result, but its type would not
     say that they agree: what comes from one graph varies as all of its operands do.
     """
     given = factors.of(*graph.inputs)
-    strays = set[int]()
+    unmatched = set[int]()
     summed = {name: set[int]() for name in graph.inputs}
     for node in graph.nodes:
         read = factors.of(*(name for _, name in node.inputs))
         before = set[int]().union(*(summed[name] for _, name in node.inputs))
         for _, name in node.outputs:
-            strays |= read - factors.of(name) - factors.partial[name]
+            unmatched |= read - factors.of(name) - factors.partial[name]
             summed[name] = before | factors.partial[name]
     for name in graph.outputs:
-        strays |= given - factors.of(name) - summed[name]
-    return strays
+        unmatched |= given - factors.of(name) - summed[name]
+    return unmatched
 
 
 def operation_in(graph: Graph) -> str:

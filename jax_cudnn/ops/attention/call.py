@@ -31,10 +31,10 @@ from jax_cudnn.ops.attention.score_mod import (
     with_score_mod,
 )
 from jax_cudnn.ops.attention.sinks import check_sinks
-from jax_cudnn.ops.attention.visibility.hiding import Hiding, joined
+from jax_cudnn.ops.attention.visibility.joining import Visibility, joined
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.attention.visibility.packing import Packed, longest
-from jax_cudnn.ops.attention.visibility.sentences import Tokens
+from jax_cudnn.ops.attention.visibility.predicates import Tokens
 from jax_cudnn.ops.common.arguments import check_flag, why_symbolic
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.ops.common.tracing import UntraceableError
@@ -57,7 +57,7 @@ def run_sdpa(
 
     With ``qkv``, which holds query, key and value, these are types with a batch axis.
     """
-    hiding = given.hiding("sdpa")
+    visibility = given.visibility("sdpa")
     if isinstance(given.mask, type) and issubclass(given.mask, Mask):
         name = given.mask.__name__
         raise TypeError(
@@ -65,27 +65,27 @@ def run_sdpa(
             f"masks.{name}()."
         )
     if isinstance(given.mask, Mask):
-        hiding = _joined(given.mask, hiding, query, key, layout)
+        visibility = _joined(given.mask, visibility, query, key, layout)
     operands, has_batch = canonicalize(
         query,
         key,
         value,
-        hiding.bias,
-        hiding.mask,
-        hiding.query_seq_lengths,
-        hiding.key_value_seq_lengths,
-        packed=hiding.packed,
+        visibility.bias,
+        visibility.mask,
+        visibility.query_seq_lengths,
+        visibility.key_value_seq_lengths,
+        packed=visibility.packed,
         layout=layout,
     )
     operands = operands._replace(qkv=qkv)
     _, s, _, d = operands.query_sizes
     checked = given.attributes(
-        hiding, TokenCounts(s, operands.key_count), d, operands.query.dtype
+        visibility, TokenCounts(s, operands.key_count), d, operands.query.dtype
     )
     attributes = SdpaAttributes(
         **checked.common(),
-        is_bottom_right=hiding.is_bottom_right,
-        longest=_longest(hiding.packed, operands),
+        is_bottom_right=visibility.is_bottom_right,
+        longest=_longest(visibility.packed, operands),
     )
     operands, attributes = with_dropout(
         "sdpa", operands, attributes, given.dropout_rate, given.dropout_key
@@ -104,9 +104,9 @@ def run_sdpa(
         with_max=with_max,
         plain=modified.plain,
     )
-    if hiding.overrun is not None:
+    if visibility.overrun is not None:
         tokens = Tokens(operands.query_sizes[1])
-        output, *rows = hiding.overrun.put(tokens, output, rows, layout)
+        output, *rows = visibility.overrun.put(tokens, output, rows, layout)
     if not (has_batch if qkv is None else qkv.had_batch):
         output = jnp.squeeze(output, layout.index("b"))
         rows = [x[0] for x in rows]
@@ -114,12 +114,12 @@ def run_sdpa(
 
 
 def _joined(
-    mask: Mask, beside: Hiding, query: ArrayLike, key: ArrayLike, layout: Layout
-) -> Hiding:
+    mask: Mask, beside: Visibility, query: ArrayLike, key: ArrayLike, layout: Layout
+) -> Visibility:
     """Return the arguments that a mask and others beside it stand for."""
     arrays = [as_typed(name, x) for name, x in (("query", query), ("key", key))]
     if not all(x.ndim in (3, 4) for x in arrays):
-        return Hiding()  # They are refused next.
+        return Visibility()  # They are refused next.
     tokens = layout.replace("b", "").index("s")
     lengths = (x.shape[tokens if x.ndim == 3 else layout.index("s")] for x in arrays)
     return joined(mask, beside._replace(mask=None), *lengths)

@@ -107,9 +107,9 @@ def sdpa(
     return_amax: bool = False,
     **options: Unpack[F8Options],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    r"""Return attention over f8 operands, through cuDNN on Hopper GPUs and newer.
+    r"""Return attention with f8 operands, through cuDNN on Hopper GPUs and newer.
 
-    A stored number times its tensor's scale is what it stands for, as in
+    The value of an element is the stored number times its tensor's scale, as in
     `jax.nn.scaled_matmul`; TransformerEngine calls this scale `scale_inv`. With the
     stored Q, K and V, and R rounding to their dtype,
 
@@ -122,13 +122,13 @@ def sdpa(
             \frac{\sum_t R(c E_{st}) V_{te}}{c \sum_t E_{st}}, \qquad
             \mathrm{result} = O / \mathrm{output\_scale}
 
-    where c is the largest power of two that the dtype holds, and the sums over t
+    where c is the largest power of two in the dtype, and the sums over t
     include only keys that query s may see, as in :func:`jax_cudnn.sdpa`. Sums are kept
     in f32. Rounding to f8 saturates: it gives the largest number of the dtype instead
-    of NaN or inf. Rows that see no key, or lie past their length, give 0.
+    of NaN or inf. Rows that see no key, or are past their length, give 0.
 
-    Not differentiable: see :func:`jax_cudnn.f8.quantized_sdpa`. All else of JAX's
-    transformations applies.
+    Not differentiable: see :func:`jax_cudnn.f8.quantized_sdpa`. All of JAX's
+    other transformations apply.
 
     Axis letters: b batch, s query length, t key length, h query heads, k key heads,
     d head size, e value head size.
@@ -141,9 +141,9 @@ def sdpa(
         It may be traced, as all four scales. One that is not above 0 gives NaN.
       key_scale: likewise, of key.
       value_scale: likewise, of value.
-      output_scale: of a result in f8. Default None: value_scale. With this nothing
-        saturates, but for rounding: an output is a mean of values. A smaller one keeps
-        more of small outputs.
+      output_scale: the scale of a result in f8. Default None: value_scale. With this
+        nothing saturates except by rounding, since an output is a mean of values. A
+        smaller scale preserves more of small outputs.
       preferred_element_type: dtype of the result: f8_e4m3fn, f8_e5m2, bf16 or f16.
         Default None: query's. In bf16 and f16, the result is O itself.
       layout: the order of the axes of query, key, value and the output, as in
@@ -155,33 +155,33 @@ def sdpa(
     Returns:
       (b, s, h, e) or (s, h, e), or as `layout` says. With `return_residual` a tuple
       that has the log-sum-exp next, f32, (b, s, h) or (s, h) in each layout, -inf for
-      rows that see no key. With `return_amax`
-      a tuple that has max|O| last: an f32 scalar, before the result is divided by
-      output_scale and saturates, over all devices, NaN left out.
+      rows that see no key. With `return_amax`, the last of the tuple is max|O|, an f32
+      scalar: before the result is divided by output_scale and saturates, over all
+      devices, and without NaN.
 
     Raises:
       TypeError: operands that are not f8 or differ in dtype, a scale that is not a
         scalar of real numbers, a result dtype other than these, and differentiation.
-      ValueError: shapes that do not fit, an `output_scale` beside a result in 16 bits.
+      ValueError: shapes that do not fit, an `output_scale` with a 16-bit result.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here.
 
     Notes:
       cuDNN runs it on sm_90 (Hopper) and newer, from 9.1 on except for 9.10.0, without
       bias or mask. On sm_90 the result has to be f8, and d and e are at most 256; on
       sm_100 they are at most 128, or 192 and 128 from 9.19 on, and the result may be
-      bf16 or f16 from 9.13 on (cudnn-frontend 1.28, sdpa_support_surface.h). Other head
-      sizes than multiples of 16 are padded. A single query is run as two equal ones,
-      since 9.19 has no plan for one.
+      bf16 or f16 from 9.13 on (cudnn-frontend 1.28, sdpa_support_surface.h). Head
+      sizes that are not multiples of 16 are padded. A single query is run as two equal
+      ones, since 9.19 has no plan for one.
 
-      On sm_90 a result in 16 bits is XLA's under "auto", and refused under "cudnn":
-      converted from f8 it would have 3 bits behind the point.
-      Hopper's f8 tensor cores keep sums of products in fewer bits than f32: on an H200
-      (9.19), with scores of standard deviation 8.4, log-sum-exps were off by 0.015.
+      On sm_90, "auto" runs XLA for a 16-bit result and "cudnn" raises: converted from
+      f8, the result would have 3 bits of mantissa.
+      Hopper's f8 tensor cores accumulate in fewer bits than f32: on an H200 (9.19),
+      with scores of standard deviation 8.4, log-sum-exps had errors of up to 0.015.
 
-      XLA computes in bf16. Keys past their length must not hold inf or NaN.
+      XLA computes in bf16. Keys past their length must not be inf or NaN.
 
-      The examples of a vmap fold into the batch while they share the scales, and no
-      amax is asked for. Otherwise each example is a call.
+      The examples of a vmap are folded into the batch if they share the scales and no
+      amax is returned. Otherwise each example is a call.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -259,7 +259,7 @@ def f8_attributes(op: str, given: AttentionCall, operands: Operands) -> SdpaAttr
     counts = TokenCounts(s, operands.key_count)
     with on_behalf_of(op, "sdpa"):
         checked = given.attributes(
-            given.hiding("sdpa"), counts, d, np.dtype(np.float32)
+            given.visibility("sdpa"), counts, d, np.dtype(np.float32)
         )
     return SdpaAttributes(**checked.common())
 

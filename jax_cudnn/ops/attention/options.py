@@ -27,7 +27,7 @@ from jax_cudnn.graph import AttentionAttributes
 from jax_cudnn.ops.attention.operands import check_scale
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize, bounds_of, check_window
-from jax_cudnn.ops.attention.visibility.hiding import Hiding
+from jax_cudnn.ops.attention.visibility.joining import Visibility
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import check_flag, options
 
@@ -86,9 +86,9 @@ class AttentionCall:
         are inserted in front; bf16, f16, f32, f64 or integers. Differentiable. Default
         None: nothing added.
       mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
-        :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys. With
-        :class:`jax_cudnn.masks.Packed`, rows hold several sequences. Default None:
-        every query sees every key.
+        :mod:`jax_cudnn.masks`, which is combined with the other arguments that mask
+        keys. With :class:`jax_cudnn.masks.Packed`, rows contain several sequences.
+        Default None: every query sees every key.
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether query s sees keys 0 to s only. Default False.
       query_seq_lengths: integers (b,); queries at or past their entry's length are
@@ -99,22 +99,21 @@ class AttentionCall:
       local_window_size: (left, right): query s sees keys s - left to s + right only,
         counted from the first query and key, also where s and t differ. An int n means
         (n, n), and None for one of the two is no bound: (None, 3). A negative number
-        hides near keys: with (3, -1) a query sees the 3 keys before its own position.
-        It adds to what other arguments hide. Default None: no window.
-      sinks: (h,), a score for each query head of one more key, which every query sees
-        and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
-        Default None: no such key.
-      dropout_rate: the share of attention weights that is dropped, a Python number from
-        0 to below 1; it is rounded to a multiple of 2^-16. Default 0: none, and then
-        the result is that of a call without it, bit by bit. See the notes.
-      dropout_key: a key of :func:`jax.random.key`, from which alone follows which
-        weights are dropped. Use another one for each call. Default None, which is for a
-        rate of 0.
+        masks near keys: with (3, -1) a query sees the 3 keys before its own position.
+        It is combined with the other arguments that mask keys. Default None: no window.
+      sinks: (h,), for each query head the score of one more key, which every query
+        sees and whose value is 0. The score is not scaled; bf16, f16, f32 or f64.
+        Differentiable. Default None: no such key.
+      dropout_rate: the fraction of attention weights that is dropped, a Python number
+        from 0 to below 1; it is rounded to a multiple of 2^-16. Default 0: none, and
+        the result equals that of a call without dropout, bit by bit. See the notes.
+      dropout_key: a key of :func:`jax.random.key`, which alone determines the dropped
+        weights. Use another one for each call. Default None, for a rate of 0.
       score_mod: a function of scalars, `score_mod(score, batch, head, query_index,
         key_index)`, that returns the new score. The score is the scaled one in f32 (f64
         for f64 operands), before the bias; the indices are int32. It may capture arrays
-        and index them; they get gradients. A read beyond an array's end is refused, as
-        the notes say. Default None: scores stay as they are. See also
+        and index them; they get gradients. A read beyond an array's end is refused (see
+        the notes). Default None: scores do not change. See also
         :mod:`jax_cudnn.score_mods`.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA elsewhere
         (the logger "jax_cudnn" says why at INFO); "cudnn" raises where cuDNN has no
@@ -144,9 +143,9 @@ class AttentionCall:
         """Return how to run the call, completed by the settings in force."""
         return options(op, self.implementation, self.plan)
 
-    def hiding(self, op: str) -> Hiding:
+    def visibility(self, op: str) -> Visibility:
         """Return the arguments that hide keys or move scores."""
-        return Hiding(
+        return Visibility(
             bias=self.bias,
             mask=self.mask,
             is_causal=check_flag(op, "is_causal", self.is_causal),
@@ -156,21 +155,21 @@ class AttentionCall:
         )
 
     def attributes(
-        self, hiding: Hiding, counts: TokenCounts, d: int, dtype: np.dtype
+        self, visibility: Visibility, counts: TokenCounts, d: int, dtype: np.dtype
     ) -> AttentionAttributes:
         """Return the options that are part of a graph, checked.
 
         Args:
-          hiding: the call's own, or those that also say what its mask says.
+          visibility: the call's own arguments, or those with its mask included.
           counts: of the whole sequences.
           d: the head size of queries and keys.
           dtype: in which scores are scaled: that of the operands, or f32.
         """
         return AttentionAttributes(
             scale=check_scale(self.scale, d, dtype),
-            is_causal=hiding.is_causal,
+            is_causal=visibility.is_causal,
             window=check_window(
-                hiding.local_window_size, *counts, is_causal=hiding.is_causal
+                visibility.local_window_size, *counts, is_causal=visibility.is_causal
             ),
         )
 

@@ -129,7 +129,7 @@ def quantized_sdpa(
       ValueError, UnsupportedError: as `f8.sdpa`.
 
     Notes:
-      On sm_90 cuDNN gives the output in f8, with 3 bits behind the point (2 in e5m2),
+      On sm_90 cuDNN gives the output in f8, with 3 bits of mantissa (2 in e5m2),
       so this is less exact than f8 operands alone would be: see docs/f8.md. The
       gradient's term rowsum(O dO) has the output's rounding error.
 

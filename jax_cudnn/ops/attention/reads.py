@@ -115,7 +115,8 @@ def _refusal(
         f"{read.axis}, for {', '.join(told) or 'every score'}{at}. That is beyond its "
         "end, where JAX reads the nearest element. Pass an array with an element for "
         "each index. If the nearest one is meant, clip the index (jnp.clip), or use "
-        'jnp.take(..., mode="clip"): x.at[i].get(mode="clip") cannot be told from x[i].'
+        'jnp.take(..., mode="clip"): x.at[i].get(mode="clip") cannot be distinguished '
+        "from x[i]."
     )
 
 

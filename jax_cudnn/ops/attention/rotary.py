@@ -76,7 +76,7 @@ def apply_rotary(
         a' + \mathrm{i} b' = (a + \mathrm{i} b)\, e^{\mathrm{i} p \omega_i}, \qquad
         \omega_i = \mathrm{base}^{-2 i / r}
 
-    The other features stay as they are. So the product of a query and a key depends on
+    The other features do not change. So the product of a query and a key depends on
     the difference of their positions only (Su et al., arXiv:2104.09864). Angles, sines
     and products are f32 (f64 for f64); the result is rounded once.
 

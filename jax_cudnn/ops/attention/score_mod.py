@@ -19,7 +19,7 @@ from jax_cudnn.graph.attention.score_mod import OPERANDS, Steps, number_text
 from jax_cudnn.ops.attention.attend import Operands
 from jax_cudnn.ops.attention.reads import Scores, check_reads
 from jax_cudnn.ops.common.arguments import describe
-from jax_cudnn.ops.common.outside import Beside, Given
+from jax_cudnn.ops.common.score_independent import External, Given
 from jax_cudnn.ops.common.tracing import (
     Step,
     UntraceableError,
@@ -274,7 +274,7 @@ class _Writer:
             if mode == "log":
                 # Kernels compute 0/0 in a row of -inf.
                 raise UntraceableError(
-                    "it uses 'log', which may hide all keys of a row"
+                    "it uses 'log', which may mask all keys of a row"
                 )
             given = [self._word(x, words) for x in arguments]
             words.append(self._emit(mode, *given))
@@ -285,10 +285,10 @@ class _Writer:
         self._texts.append(" ".join((mode, *words)))
         return f"%{len(self._texts) - 1}"
 
-    def _word(self, argument: int | float | Beside, words: list[str]) -> str:
+    def _word(self, argument: int | float | External, words: list[str]) -> str:
         if isinstance(argument, int):
             return words[argument]
-        if isinstance(argument, Beside):
+        if isinstance(argument, External):
             assert isinstance(argument, Given)
             return self._operand(argument)
         if argument == -jnp.inf:
@@ -311,7 +311,8 @@ class _Writer:
         if id(value) not in self._roles:
             if len(self._roles) == len(OPERANDS):
                 raise UntraceableError(
-                    f"it reads more than {len(OPERANDS)} arrays beside the score"
+                    f"it reads more than {len(OPERANDS)} arrays in addition to the "
+                    "score"
                 )
             role = OPERANDS[len(self._roles)]
             self._kept.append(value)  # So that no other gets its id.

@@ -82,11 +82,11 @@ def sdpa(
         S_{st} = \mathrm{scale} \sum_d Q_{sd} K_{td} + \mathrm{bias}_{st}, \qquad
         O_{se} = \sum_t \frac{e^{S_{st}}}{\sum_{t'} e^{S_{st'}}} V_{te}
 
-    where the sums over t include only the keys that query s may see. These are the
-    keys that `mask` allows, with t <= s if `is_causal` (top-left alignment, also where
-    the lengths differ), and with t below the batch entry's key length. Scores, softmax
+    where the sums over t include only the keys that query s may see: those that `mask`
+    allows, with t <= s if `is_causal` (top-left alignment, also where the lengths
+    differ), and with t below the batch entry's key length. Scores, softmax
     and sums are kept in f32 (f64 for f64 operands); the result is rounded once. A query
-    that sees no key, or that lies at or past its query length, gives 0 with gradient 0.
+    that sees no key, or is at or past its query length, gives 0 with gradient 0.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's backward
     kernel. Forward mode and higher orders run the jax.numpy reference.
@@ -103,9 +103,9 @@ def sdpa(
       mask: as in :class:`AttentionCall`.
       layout: the order of the axes of query, key, value and the output: "bshd"
         (default), "bhsd" or "sbhd", with s standing for the tokens, queries or keys,
-        and h for the heads. Kernels read and write each of them as it lies. Without
-        a batch axis, b is left out. All else keeps its axes: bias, mask, lengths and
-        the log-sum-exp do not depend on it.
+        and h for the heads. Kernels read and write each layout without a copy. Without
+        a batch axis, b is omitted. Bias, mask, lengths and the log-sum-exp do not
+        depend on it.
       **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
@@ -133,127 +133,143 @@ def sdpa(
         is not one, a `score_mod` that is no function or returns anything but one float.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or symbolic dimensions or a
-        `score_mod` that no graph can hold (raised at once); operands whose types have
-        shardings that contradict each other.
+        `score_mod` that cannot run in a kernel (raised at once); operands whose types
+        have shardings that contradict each other.
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.8 on except for
-      9.10.0 and 9.10.1, whose attention has known bugs (cudnn-frontend 1.28). Head
-      sizes that are not multiples of 8 are padded. The backward kernel takes head sizes
-      up to 256 on sm_90, and up to 128 on sm_80 (NVIDIA cuDNN frontend, "Attention"
-      support matrix). On sm_100 it takes sizes up to 128, d = 192 with e = 128, and
-      from cuDNN 9.24 on d = e = 256. So other large heads run there if operands are
-      padded with zeros to 256, with `scale` of the old size (planned, not run). On
-      sm_80 and sm_100, the gradient of the log-sum-exp needs e of 120 or less.
-      docs/attention_support.md has what each version of cuDNN plans.
+      **Supported configurations.** docs/attention_support.md lists what each version of
+      cuDNN supports. cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN
+      9.8 on except for 9.10.0 and 9.10.1, whose attention has known bugs
+      (cudnn-frontend 1.28). Head sizes that are not multiples of 8 are padded. The
+      largest head sizes of the backward kernel are:
 
-      A window is a band of cuDNN's kernel, which takes no memory. Beside a mask or
-      lengths, or where a query sees no key in its window, the window is written into
-      the mask instead, an array of s * t. So it is for cuDNN 9.14.0 beyond 1024 keys
-      without `is_causal`, whose band is wrong (cudnn-frontend 1.28).
+      - sm_80: 128
+      - sm_90: 256
+      - sm_100: 128; d = 192 with e = 128; from cuDNN 9.24 on also d = e = 256. Other
+        large heads run there if operands are padded with zeros to 256, with `scale` of
+        the old size (planned, not run).
 
-      Packed sequences run in cuDNN one by one, on sm_90 and sm_100. Elsewhere, and
-      beside a bias or an array as a mask, they are part of the mask (docs/packed.md).
+      On sm_80 and sm_100, the gradient of the log-sum-exp needs e of 120 or less.
 
-      Values of hidden keys must be finite, and for gradients hidden keys and padded
-      queries as well: a weight of 0 times NaN is NaN, as in
-      :func:`jax.nn.dot_product_attention`. :class:`~jax_cudnn.masks.Packed` excludes
-      what padding holds, and so do lengths where XLA runs (docs/attention.md).
+      f32 runs with XLA, unless "cudnn" is requested: cuDNN's f32 kernel is slower than
+      XLA and has no gradient. f64 runs with XLA. `jax.default_matmul_precision` applies
+      to calls that XLA runs. A call with symbolic dimensions of `jax.export` runs XLA's
+      code.
 
-      f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
-      which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
-      f32 bias is computed by XLA, since cuDNN gives it in the operands' dtype only.
-      `jax.default_matmul_precision` applies to what XLA runs.
+      **Windows** are a band of cuDNN's kernel, which takes no memory. In three cases
+      the window is written into the mask instead, an array of s * t: with a mask or
+      lengths; if a query sees no key in its window; and with cuDNN 9.14.0 beyond 1024
+      keys without `is_causal`, whose band is wrong (cudnn-frontend 1.28).
 
-      A bias may hide a whole row, for example by -1e9 for every key. Such a row attends
-      to all these keys alike: beside 1e9, f32 has no digits left for scores. XLA
-      computes the gradient of such a row, and of every row whose log-sum-exp a bias
-      moves further than 2048 from 0, since kernels lose the number of keys there. Rows
-      whose cotangent is 0 are left out; padding that the loss leaves out is an example.
-      The host asks the GPU whether there are such rows. So a gradient with a bias takes
-      3 to 8 % longer for (8, 1024, 16, 64), and at most 3 % for 2048 tokens or more, on
-      an H200 (docs/internals/measured/sdpa_bias.md). With lengths or a mask in
-      place of such a bias, padding costs nothing.
+      **Packed sequences** run in cuDNN one by one, on sm_90 and sm_100. On other GPUs,
+      and with a bias or an array as a mask, they are part of the mask (docs/packed.md).
 
-      With `sinks`, head h has the softmax
+      **Masked values must be finite**, and for gradients masked keys and padded queries
+      as well: a weight of 0 times NaN is NaN, as in
+      :func:`jax.nn.dot_product_attention`. In :class:`~jax_cudnn.masks.Packed`, padding
+      may contain NaN, and so may padding beyond lengths where XLA runs
+      (docs/attention.md).
+
+      **Bias.** XLA computes the gradient of an f32 bias with 16-bit operands, since
+      cuDNN computes it in the operands' dtype only.
+
+      A bias may mask a whole row, for example by -1e9 for every key. Such a row attends
+      to all these keys alike, because f32 has no digits left for scores next to 1e9.
+      Kernels lose the number of keys in a row whose log-sum-exp a bias moves further
+      than 2048 from 0, so XLA computes the gradient of such rows, unless their
+      cotangent is 0. The host asks the GPU whether there are such rows. Therefore a
+      gradient with a bias takes 3 to 8 % longer for (8, 1024, 16, 64), and at most 3 %
+      for 2048 tokens or more, on an H200 (docs/internals/measured/sdpa_bias.md).
+      Lengths or a mask instead of such a bias avoid this.
+
+      cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So a bias below
+      -2.3e38 counts as -inf if each head has its own bias, with full rows and columns.
+      With other biases below -2.3e38 the log-sum-exp has three digits.
+
+      **Sinks.** With `sinks`, head h has the softmax
 
       .. math::
 
           P_{st} = \frac{e^{S_{st}}}{e^{\mathrm{sinks}_h} + \sum_{t'} e^{S_{st'}}}
 
       so a query need not attend to any key. The output is computed without the sinks
-      and then multiplied by the share that the keys have, sigmoid(L - sinks), with the
-      log-sum-exp L of the scores; so it is rounded twice. All that `sdpa` takes can be
-      combined with them. Reverse mode runs the backward kernel once, on the output and
-      the log-sum-exp with the sinks.
+      and then multiplied by the total weight of the keys, sigmoid(L - sinks), where L
+      is the log-sum-exp of the scores. So it is rounded twice. Sinks can be combined
+      with all other arguments. Reverse mode runs the backward kernel once, on the
+      output and the log-sum-exp with the sinks.
 
-      With `return_max_logit`, the maximum of a query is that of S over the keys that it
-      sees: scaled, through `score_mod`, with the bias, and without the sink. It does
-      not depend on dropout. The sum of exp(S - maximum), which other libraries return
-      beside it, is exp(log-sum-exp - maximum). cuDNN's kernel writes both as it goes
-      (planned with 9.13 to 9.27, run with 9.19 on an H200: docs/random_attention.md).
-      The derivative is that of the largest score, of the first one where several are
-      equal. cuDNN has no gradient of it: XLA computes that part, in memory that grows
-      with s * t, where a loss depends on the maximum. docs/attention.md has an example,
-      QK-clip.
+      **Largest scores.** With `return_max_logit`, the maximum of a query is that of S
+      over the keys that it sees: scaled, through `score_mod`, with the bias, and
+      without the sink. It does not depend on dropout. cuDNN's kernel computes it
+      together with the output (planned with 9.13 to 9.27, run with 9.19 on an H200:
+      docs/random_attention.md). Other libraries also return the sum of exp(S -
+      maximum), which is exp(log-sum-exp - maximum). The derivative is that of the
+      largest score, of the first one if several are equal. XLA computes it, in memory
+      that grows with s * t, if a loss depends on the maximum. docs/attention.md has an
+      example, QK-clip.
 
-      With a `dropout_rate` of p, weights are dropped after the softmax, and those that
-      are kept are divided by 1 - p:
+      **Dropout.** With a `dropout_rate` of p, weights are dropped after the softmax,
+      and the others are divided by 1 - p:
 
       .. math::
 
           O_{se} = \sum_t \frac{D_{st}}{1 - p} P_{st} V_{te}, \qquad
           \Pr(D_{st} = 1) = 1 - p
 
-      The log-sum-exp is that without dropout. D is the same in each transformation of
-      a call, on each platform, and however its operands are sharded. It differs
-      between batch entries and heads. Within these, queries share it: of queries 8n to
-      8n + 7, those with even numbers drop the same keys, and so do those with odd ones.
-      This is how cuDNN's kernels draw it (9.19), and the reference draws it alike. A
-      weight's own probability is 1 - p all the same. Under :func:`jax.vmap` each
-      example has the D of its key. In a :func:`jax.shard_map` of your own, each device
-      would draw the same D for its part: fold :func:`jax.lax.axis_index` into the key.
+      The log-sum-exp is that without dropout. D depends only on the key: it is the same
+      in each transformation of a call, on each platform, and for each sharding of the
+      operands. Under :func:`jax.vmap` each example has the D of its key. In a
+      :func:`jax.shard_map` of your own, each device would draw the same D for its part:
+      fold :func:`jax.lax.axis_index` into the key.
+
+      D differs between batch entries and heads. Within these, queries share it: of
+      queries 8n to 8n + 7, those with even numbers drop the same keys, and so do those
+      with odd numbers. cuDNN's kernels draw it like this (9.19), and the reference does
+      the same. Each weight by itself is kept with probability 1 - p.
 
       cuDNN's kernels draw D themselves on sm_90 with cuDNN 9.19, where they were
-      compared bit by bit, in memory that does not grow with s * t; a forward and
-      backward pass took 1.5 times as long as without dropout, for bf16 (4, 2048, 16,
-      128) on an H200. With other versions and GPUs, for rates above 0.96, and where a
-      device has a part of the heads of several batch entries, XLA writes D for the
-      kernel, an array of the operands' dtype with b * h * s * t numbers, and the
-      backward kernel takes almost five times as long. So it is for the examples of a
-      vmap, which are one call of the kernel. With "cudnn", they run one by one, each as
-      above: prefer that for long sequences.
+      compared bit by bit with the reference, in memory that does not grow with s * t. A
+      forward and backward pass then takes 1.5 times as long as without dropout, for
+      bf16 (4, 2048, 16, 128) on an H200. In these cases XLA writes D for the kernel, an
+      array of b * h * s * t numbers in the operands' dtype, and the backward kernel
+      takes almost five times as long:
 
-      A `score_mod` is refused that reads an array beyond its end for a score that some
-      query sees, such as slopes of 4 heads for 6: JAX would read the nearest element.
-      This is found where an index follows from the positions by whole numbers, and the
-      sizes are known. Clip the index, or select by :func:`jax.numpy.where`, where such
-      a read is meant. Where lengths, a mask or a bias may hide keys, reads that depend
-      on the query or the key are taken as they are; they read the nearest element.
+      - other versions and GPUs
+      - rates above 0.96
+      - devices that have a part of the heads of several batch entries
+      - examples of a vmap, which are one call of the kernel. With "cudnn", they run one
+        by one instead, each as above: prefer that for long sequences.
 
-      With `score_mod`, S is score_mod(scale QK^T) + bias, and what the other arguments
-      hide is hidden afterwards. The gradient of an array that it reads is not a number
-      where the function has no finite slope at a hidden key. The function is traced
-      once, at each call that is traced. What it adds last and does not depend on the
-      score is a bias, with all that is said of biases here; where it selects -inf last,
-      by the indices, it is a mask. Any other operation on the score runs inside the
-      kernel if it is one of cuDNN's pointwise operations; the gradient of arrays that
-      such operations read is computed by XLA, in memory that grows with s*t, and so is
-      that of a bias beside them. Beside such operations, causality, lengths and a
-      window take no memory, but the kernel skips nothing for them. A function with
-      other operations on the score, or more than four arrays, runs with XLA, as the log
-      says. This needs cuDNN 9.19, and the gradient sm_90 or sm_100 (planned with 9.19
-      and 9.27, run with 9.19 on an H200). docs/score_mods.md has examples.
+      **Functions of scores.** With `score_mod`, S is score_mod(scale QK^T) + bias, and
+      masks, lengths, causality and windows are applied afterwards. The function is
+      traced once for each call that is traced, and split into parts:
 
-      cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
-      bias below -2.3e38 for -inf if each head has its own bias, with full rows and
-      columns. For other biases below -2.3e38 the log-sum-exp has three digits.
+      - A term that is added last and does not depend on the score is a bias.
+      - Where -inf is selected last, by the indices, it is a mask.
+      - Any other operation on the score runs inside the kernel, if it is one of cuDNN's
+        pointwise operations. Causality, lengths and a window then take no memory, but
+        the kernel does not skip masked keys.
+      - A function with other operations on the score, or more than four arrays, runs
+        with XLA; the log says why.
 
-      Operands that are sharded over devices stay so along the batch, and along the
-      heads where the key heads divide; other axes are gathered (docs/several_gpus.md).
-      :mod:`jax_cudnn.parallel` shards the sequence. A call with symbolic dimensions of
-      `jax.export` runs XLA's code.
+      XLA computes the gradients of arrays that operations in the kernel read, and of a
+      bias together with such operations, in memory that grows with s * t. The gradient
+      of such an array is NaN where the function has no finite slope at a masked key.
+      Operations in the kernel need cuDNN 9.19, and their gradient sm_90 or sm_100
+      (planned with 9.19 and 9.27, run with 9.19 on an H200). docs/score_mods.md has
+      examples.
+
+      A `score_mod` that reads an array beyond its end for a score that some query sees,
+      such as slopes of 4 heads for 6, is refused: JAX would read the nearest element.
+      This is checked where sizes are known and an index is computed from the positions
+      in integers, except for reads that depend on the query or the key where lengths, a
+      mask or a bias may mask keys. To read the nearest element on purpose, clip the
+      index or select by :func:`jax.numpy.where`.
+
+      **Several devices.** Operands that are sharded stay so along the batch, and along
+      the heads if the key heads can be divided; other axes are gathered
+      (docs/several_gpus.md). :mod:`jax_cudnn.parallel` shards the sequence.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import GraphWriter
 from jax_cudnn.ops.common.arguments import describe
-from jax_cudnn.ops.common.outside import Beside
+from jax_cudnn.ops.common.score_independent import External
 from jax_cudnn.ops.common.tracing import Step, UntraceableError, steps_of
 
 ActivationName = Literal[
@@ -95,8 +95,8 @@ def known_forms() -> tuple[tuple[Callable[..., Any], Form], ...]:
 _INSTEAD = "Apply the function to the result instead."
 
 
-class Outside(NamedTuple):
-    """A function that is applied to the graph's result, and a sentence that says why.
+class Unfused(NamedTuple):
+    """A function that is applied to the graph's result, and a remark that says why.
 
     The function takes the result in the dtype of the sums.
     """
@@ -105,36 +105,38 @@ class Outside(NamedTuple):
     remark: str
 
 
-class Held(NamedTuple):
-    """An activation as a graph holds it: one node's form, or several steps."""
+class Fused(NamedTuple):
+    """An activation as nodes of a graph: one node's form, or several steps."""
 
     form: Form | None
     steps: tuple[Step, ...] = ()
 
 
-def held(op: str, activation: Activation, like: jax.ShapeDtypeStruct) -> Held | Outside:
-    """Return an activation of sums of a shape and dtype, as a graph may hold it.
+def resolve(
+    op: str, activation: Activation, like: jax.ShapeDtypeStruct
+) -> Fused | Unfused:
+    """Return an activation of sums of a shape and dtype, for the kernel if possible.
 
     A function is traced. If it cannot be written with exactly the same meaning, it is
-    handed back.
+    returned unfused.
     """
     _check(op, activation)
     if isinstance(activation, str):
-        return Held(_NAMED[activation])
+        return Fused(_NAMED[activation])
     form = _known_form(activation)
     if form is not None:
-        return Held(form)
+        return Fused(form)
     try:
-        return Held(None, _steps(op, activation, like))
+        return Fused(None, _steps(op, activation, like))
     except UntraceableError as reason:
-        return Outside(
+        return Unfused(
             activation,
             f"the activation {_label(activation)} follows the kernel as JAX code: "
             f"{reason}",
         )
 
 
-def write(writer: GraphWriter, activation: Held, x: str) -> str:
+def write(writer: GraphWriter, activation: Fused, x: str) -> str:
     """Add an activation of the tensor `x` to a graph, and return the result's name."""
     if activation.form is not None:
         return _write_form(writer, activation.form, x)
@@ -255,7 +257,7 @@ def _write_steps(writer: GraphWriter, steps: Sequence[Step], x: str) -> str:
         arguments: list[str] = []
         for each in step.arguments:
             # A function of one array reads nothing beside it.
-            assert not isinstance(each, Beside)
+            assert not isinstance(each, External)
             arguments.append(
                 names[each] if isinstance(each, int) else writer.constant(each, rank)
             )

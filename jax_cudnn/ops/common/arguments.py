@@ -154,7 +154,7 @@ def as_term(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | 
         float(value)
     except OverflowError:
         raise ValueError(
-            f"{op}: {name}={value} is more than a float holds. Pass a smaller number, "
+            f"{op}: {name}={value} is too large for a float. Pass a smaller number, "
             "or an array of any values."
         ) from None
     return value

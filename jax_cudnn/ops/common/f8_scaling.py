@@ -22,7 +22,7 @@ _F32 = jnp.finfo(jnp.float32)
 
 
 class Quantized(NamedTuple):
-    """A tensor in f8: `values` times `scale` is what it stands for."""
+    """A tensor in f8, whose elements are `values` times `scale`."""
 
     values: jax.Array
     scale: jax.Array
@@ -104,7 +104,7 @@ def quantize(
     """Return x / scale in f8, rounded to nearest even and saturating.
 
     What is too large for the dtype becomes its largest number, infinities as well; NaN
-    stays NaN. JAX's own `astype` makes NaN of numbers that f8_e4m3fn does not hold.
+    stays NaN. JAX's own `astype` makes NaN of numbers that f8_e4m3fn cannot represent.
 
     Args:
       x: an array of real numbers.
@@ -216,7 +216,7 @@ def scale_from_history(
 
     This is "delayed scaling": the scale of this step comes from former steps, so that
     arrays are read once. Numbers that outgrow the history saturate. Amaxes of inf or
-    NaN are left out. The other arguments are those of :func:`scale_from_amax`;
+    NaN are ignored. The other arguments are those of :func:`scale_from_amax`;
     `previous` holds for a history without any amax above 0.
 
     Example:

@@ -14,10 +14,10 @@ from jax_cudnn.graph import DTypeName, Graph, GraphWriter, Tensor
 from jax_cudnn.lowering import entries_of, is_on_explicit_mesh, run_graph
 from jax_cudnn.ops.common.activations import (
     Activation,
-    Held,
-    Outside,
+    Fused,
+    Unfused,
     check_result,
-    held,
+    resolve,
     write,
 )
 from jax_cudnn.ops.common.arguments import tensor
@@ -121,7 +121,7 @@ class Fusion:
         *,
         shape: tuple[int, ...],
         factor: Operand | float | None = None,
-        gate: Held | None = None,
+        gate: Fused | None = None,
         dtype: DTypeName,
         order: tuple[int, ...],
         options: Options,
@@ -141,8 +141,8 @@ class Fusion:
         if activation is not None:
             wide = jax_dtype(self.writer.accumulator)
             like = jax.ShapeDtypeStruct(shape, wide)
-            found = held(self._op, activation, like)
-            if isinstance(found, Outside):
+            found = resolve(self._op, activation, like)
+            if isinstance(found, Unfused):
                 assert gate is None, "it would be outside of its graph"
                 remarked = replace(options, remark=found.remark)
                 wide_name = self.writer.accumulator

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.ops.common.activations import Activation, Held, on_array
+from jax_cudnn.ops.common.activations import Activation, Fused, on_array
 from jax_cudnn.ops.common.arguments import as_factor, as_term, describe, refused_by_jax
 
 _log = logging.getLogger("jax_cudnn")
@@ -39,7 +39,7 @@ class Epilogue(NamedTuple):
     residual: jax.Array | float | None = None
     activation: Activation | None = None
     scale_out: jax.Array | float | None = None
-    gate: Held | None = None
+    gate: Fused | None = None
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class Epilogue(NamedTuple):
         activation: Activation | None = None,
         scale: ArrayLike | None = None,
         scale_out: ArrayLike | None = None,
-        gate: Held | None = None,
+        gate: Fused | None = None,
     ) -> "Epilogue":
         """Return the caller's epilogue, checked to consist of arrays and numbers."""
         return cls(

@@ -20,7 +20,7 @@ from jax_cudnn.lowering import (
     is_known_array,
     same_function,
 )
-from jax_cudnn.ops.common.outside import Beside, Given, evaluate, indices
+from jax_cudnn.ops.common.score_independent import External, Given, evaluate, indices
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     """
 
     mode: str
-    arguments: tuple[int | float | Beside, ...]
+    arguments: tuple[int | float | External, ...]
 
 
 # cuDNN plans graphs of up to 250 operations, but the time for planning grows with the
@@ -125,7 +125,7 @@ class Made(NamedTuple):
 # The values of a jaxpr's variables: tensors, or known numbers of rank 0, in their own
 # dtype, that are the same for all elements. In a function of scores, also what does not
 # depend on the score.
-_Value = Made | np.ndarray | Beside
+_Value = Made | np.ndarray | External
 
 
 class _Tracer:
@@ -170,7 +170,7 @@ class _Tracer:
             return Given(array=gathered(jnp.asarray(value)))
         return _number(value, aval)
 
-    def emit(self, mode: str, *arguments: int | float | Beside) -> int:
+    def emit(self, mode: str, *arguments: int | float | External) -> int:
         """Add a step, and return its position."""
         self.steps.append(Step(mode, arguments))
         return len(self.steps)
@@ -270,8 +270,8 @@ class _Equation:
     def _is_float(self, atom: Any) -> bool:
         return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
-    def _argument(self, value: _Value | int | float) -> int | float | Beside:
-        if isinstance(value, int | Beside):
+    def _argument(self, value: _Value | int | float) -> int | float | External:
+        if isinstance(value, int | External):
             return value
         if isinstance(value, Made):
             return value.position
@@ -302,7 +302,7 @@ class _Equation:
         like = jax.ShapeDtypeStruct(self._equation.outvars[0].aval.shape, self.dtype)
         call = CustomCall(self._jaxpr, self._equation)
         for function, mode in _OWN_DERIVATIVES.items():
-            if any(isinstance(x, Beside) for x in self._args):
+            if any(isinstance(x, External) for x in self._args):
                 break
             if same_function(_custom_call(jax.make_jaxpr(function)(like)), call):
                 (x,) = (x for x in self._args if isinstance(x, Made))
@@ -407,7 +407,7 @@ def _sign(apply: _Equation, x: Made) -> int:
 def _select_n(apply: _Equation, which: _Value, *cases: _Value) -> _Value | int:
     if isinstance(which, np.ndarray):
         return cases[int(which)]
-    if isinstance(which, Beside) and which.dtype != np.bool_:
+    if isinstance(which, External) and which.dtype != np.bool_:
         apply.refuse("selects by an index")
     if any(x.is_bool if isinstance(x, Made) else x.dtype == bool for x in cases):
         apply.refuse("selects among truth values")

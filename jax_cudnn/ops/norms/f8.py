@@ -37,7 +37,7 @@ def layer_norm(
 ) -> jax.Array:
     r"""Return a layer norm in f8, which a product in f8 reads next.
 
-    A stored number times `output_scale` is what it stands for:
+    The value of an element is the stored number times `output_scale`:
 
     .. math::
 

@@ -78,8 +78,9 @@ def layer_norm(
             (s - \mathrm{mean}) \cdot \mathrm{rstd} \cdot \mathrm{scale}
             + \mathrm{bias}\big)
 
-    This is what `flax.nnx.LayerNorm` computes. All is kept in f32 (f64 for f64), and
-    rounded where it is stored: s, the output, and once more after an activation.
+    This is what `flax.nnx.LayerNorm` computes. Everything is computed in f32 (f64 for
+    f64), and rounded where it is stored: s, the output, and once more after an
+    activation.
 
     All of JAX's transformations apply. First-order reverse mode is one kernel for the
     gradients of x, scale and bias. The statistics are differentiable as well. Forward
@@ -122,18 +123,18 @@ def layer_norm(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      A row that holds NaN or inf gives NaN. A constant row gives the bias, up to the
-      rounding of its mean; with an epsilon of 0 that rounding, or NaN, is all it gives.
-      A row of one element is constant. Where the standard deviation is above 1.8e19
-      (9e18 with statistics or gradients), the variance overflows f32 and rstd is 0;
-      with cuDNN's kernels, where it is above about 1e19/sqrt(n) for n features (9.19 on
-      an H100). A row without elements has statistics that are NaN.
+      A row with NaN or inf gives NaN. A constant row gives the bias, up to the rounding
+      of its mean; with an epsilon of 0 it gives that rounding, scaled up, or NaN. A row
+      of one element is constant. Where the standard deviation is above 1.8e19 (9e18
+      with statistics or gradients), the variance overflows f32 and rstd is 0; with
+      cuDNN's kernels, where it is above about 1e19/sqrt(n) for n features (9.19 on an
+      H100). A row without elements has statistics that are NaN.
 
-      cuDNN plans every number of features, for sm_80 and newer (9.19 and 9.27;
+      cuDNN supports every number of features, on sm_80 and newer (9.19 and 9.27;
       tests/norms/gpuless/test_norm_surface.py). Its first plan may be slower than XLA,
-      so "auto" takes XLA until one was measured to be faster. On an H200 or an H100
-      (80GB HBM3) it takes cuDNN in training, and on the H100 with a residual, for bf16
-      arrays of 2^24 elements and more, scale and bias included, where the number of
+      so "auto" runs XLA until a plan was measured to be faster. On an H200 or an H100
+      (80GB HBM3) it runs cuDNN in training (on the H100 also with a residual), for bf16
+      arrays of at least 2^24 elements, with bf16 scale and bias, if the number of
       features is a multiple of 128 from 768 to 8192 (measured with cuDNN 9.19).
 
     Example:
@@ -243,11 +244,11 @@ def rms_norm(
       ValueError, TypeError, UnsupportedError, LibraryError: as :func:`layer_norm`.
 
     Notes:
-      A row that holds NaN gives NaN; one that holds inf gives NaN there, and 0
-      elsewhere. A row of zeros gives the bias, or NaN with an epsilon of 0. Where
-      the root mean square is above 1.8e19, its square overflows f32 and rstd is 0; with
-      cuDNN's kernels, where it is above about 1e19/sqrt(n). What cuDNN plans, and what
-      "auto" does, is as for :func:`layer_norm`.
+      A row with NaN gives NaN; a row with inf gives NaN there, and 0 elsewhere. A row
+      of zeros gives the bias, or NaN with an epsilon of 0. Where the root mean square
+      is above 1.8e19, its square overflows f32 and rstd is 0; with cuDNN's kernels,
+      where it is above about 1e19/sqrt(n). The supported configurations, and the choice
+      of "auto", are as for :func:`layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

@@ -77,7 +77,7 @@ def conv(
     r"""Return a convolution with its epilogue, through cuDNN on NVIDIA GPUs.
 
     Takes the arguments of :func:`jax.lax.conv_general_dilated` with the same meaning,
-    so that it can replace that function; window_strides and padding may be left out.
+    so that it can replace that function; window_strides and padding are optional.
     For each image n and out channel o,
 
     .. math::
@@ -92,7 +92,7 @@ def conv(
     for f64, i32 sums for 8-bit integers) and rounded once, to the result's dtype.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's gradient
-    kernels, for the operands whose gradient is asked for. Forward mode and higher
+    kernels, for the operands whose gradient is needed. Forward mode and higher
     orders run the jax.numpy reference.
 
     Axis letters: n image, c in channels, o out channels, g groups, y one to three
@@ -116,9 +116,9 @@ def conv(
       feature_group_count: groups of channels; c for a depthwise convolution.
         Default 1.
       batch_group_count: groups of images, as for lax. Default 1.
-      precision: precision of f32 products; every value that lax takes. Default None:
-        `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does on a
-        GPU except for "highest"; for "highest", "auto" runs XLA.
+      precision: precision of f32 convolutions; every value that lax takes. Default
+        None: `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does
+        on a GPU except for "highest"; for "highest", "auto" runs XLA.
       preferred_element_type: dtype of the result. Default None: lhs's dtype, in which
         sums of integers wrap around as in lax. Sums for an f64 result are kept in f64.
       out_sharding: a `jax.sharding.NamedSharding`, or a `PartitionSpec` where a mesh is
@@ -162,7 +162,7 @@ def conv(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
+      docs/support.md lists the supported configurations by GPU. Where XLA runs
       a call on a GPU, sums over 16-bit operands are rounded to the operands' dtype
       before scale, bias, residual and activation, as in jax.lax. In the gradient, the
       cotangent of the convolution is rounded to the dtype of 16-bit operands before it

@@ -184,7 +184,7 @@ def axes_of(op: str, numbers: object) -> Numbers:
         raise TypeError(
             f"{op}: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
             "contracting), (lhs batch, rhs batch)), each a sequence of ints. Pass for "
-            "example (((1,), (0,)), ((), ())) for the product of two matrices."
+            "example (((1,), (0,)), ((), ())) for the matmul of two matrices."
         ) from None
     return (x_sums, y_sums), (x_batch, y_batch)
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.graph import DTypeName
 from jax_cudnn.graph.rules import broadcasts_to
-from jax_cudnn.ops.common.activations import Activation, Held, held
+from jax_cudnn.ops.common.activations import Activation, Fused, resolve
 from jax_cudnn.ops.common.arguments import (
     FLOATS,
     Precision,
@@ -56,7 +56,7 @@ def gated_matmul(
     the result's dtype, in f16 to infinity beyond 65504. The second computes the other
     product and all the rest. An activation that cuDNN does not have is applied to the
     first product before it is rounded. So is any where the products are not floats of
-    one dtype. cuDNN also takes both products in one graph, but is not faster that way
+    one dtype. cuDNN also takes both matmuls in one graph, but is not faster that way
     (docs/internals/measured/where_to_fuse.md, an H200 with 9.19). Transformations,
     dtypes and errors are those of :func:`jax_cudnn.matmul`.
 
@@ -101,9 +101,9 @@ def gated_matmul(
 
     shape, full = _shape(a, gate), _shape(a, up)
     own, sums = _dtypes("gate", a, gate, preferred_element_type)
-    within: Held | None = None
+    within: Fused | None = None
     if (own, sums) == _dtypes("up", a, up, preferred_element_type):
-        within = _held(activation, shape, sums)
+        within = _fused(activation, shape, sums)
     # No array has the activation then, and gradients need the two products alone.
     first = activation if within is None else None
     # Of 8 bits, too little would be left of the gate.
@@ -141,9 +141,9 @@ def _dtypes(
     return dtype, sums_dtype(rounded, wide) if rounded in FLOATS else None
 
 
-def _held(
+def _fused(
     activation: Activation | None, shape: tuple[int, ...] | None, sums: DTypeName | None
-) -> Held | None:
+) -> Fused | None:
     """Return the activation for the second kernel, None where the first applies it.
 
     The gate's product has that shape, and sums of that dtype.
@@ -151,8 +151,8 @@ def _held(
     if activation is None or shape is None or sums is None:
         return None
     like = jax.ShapeDtypeStruct(shape, jax_dtype(sums))
-    found = held("gated_matmul", activation, like)
-    return found if isinstance(found, Held) else None
+    found = resolve("gated_matmul", activation, like)
+    return found if isinstance(found, Fused) else None
 
 
 def _shape(a: jax.Array, b: jax.Array) -> tuple[int, ...] | None:

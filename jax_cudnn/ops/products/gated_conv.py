@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.common.activations import Activation, Held, held
+from jax_cudnn.ops.common.activations import Activation, Fused, resolve
 from jax_cudnn.ops.common.arguments import (
     FLOATS,
     Precision,
@@ -154,7 +154,7 @@ def _within(
     dtype: np.dtype,
     activation: Activation | None,
     up_activation: Activation | None,
-) -> Held | None:
+) -> Fused | None:
     """Return the gate's activation for the second kernel; None for the first one.
 
     The second one has it if a graph holds both activations, and floats throughout.
@@ -169,8 +169,8 @@ def _within(
     run = functools.partial(jax.lax.conv_general_dilated, **problem.options)
     shape = jax.eval_shape(run, struct(x), struct(w)).shape
     like = jax.ShapeDtypeStruct(shape, jax_dtype(sums_dtype(rounded, operands)))
-    found = held("gated_conv", activation, like)
+    found = resolve("gated_conv", activation, like)
     is_alone = up_activation is None
-    other = None if is_alone else held("gated_conv", up_activation, like)
-    is_within = is_alone or isinstance(other, Held)
-    return found if is_within and isinstance(found, Held) else None
+    other = None if is_alone else resolve("gated_conv", up_activation, like)
+    is_within = is_alone or isinstance(other, Fused)
+    return found if is_within and isinstance(found, Fused) else None

@@ -79,15 +79,15 @@ def matmul(
     Sums, and the values computed from them, are kept in f32 (f64 for f64, i32 sums for
     8-bit integers) and rounded once, to the result's dtype.
 
-    8-bit operands beside wider ones (weight-only quantisation) are converted in the
+    8-bit operands with wider ones (weight-only quantisation) are converted in the
     kernel; they never reach memory in the wider dtype. For i8 and f8 weights, "auto"
-    runs XLA's kernels, which convert them in the kernel as well, until
+    runs XLA's kernels, which also convert them in the kernel, until
     :func:`jax_cudnn.plans.autotune` has measured a plan of cuDNN's to be faster.
-    cuDNN's first plan mostly is not (H200, cuDNN 9.19;
+    cuDNN's first plan is mostly slower (H200, cuDNN 9.19;
     docs/internals/measured/where_to_fuse.md).
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's kernels,
-    for the operands whose gradient is asked for. Forward mode and higher orders run the
+    for the operands whose gradient is needed. Forward mode and higher orders run the
     jax.numpy reference.
 
     Axis letters: m rows, n columns, r contraction.
@@ -96,29 +96,28 @@ def matmul(
       a: (..., m, r) or (r,); bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8. XLA
         runs everything else that jnp.matmul takes: other dtypes, symbolic dimensions.
       b: (..., r, n) or (r,). If the dtypes of a and b differ, they are promoted as by
-        jnp.matmul; f8 beside a wider float is promoted to the wider one.
+        jnp.matmul; f8 with a wider float is promoted to the wider one.
       bias: broadcasts to the result; (n,) is the usual shape. Differentiable.
       residual: broadcasts to the result; added before the activation. Differentiable.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
       scale_a: dequantises a: a number, or an array that broadcasts to a; () is one
         scale for the tensor, and (m, 1) one per row. A scale that varies along r is
-        multiplied in before the product, and the scaled operand is rounded to the wider
+        multiplied in before the matmul, and the scaled operand is rounded to the wider
         operand's dtype (f32 if both have 8 bits). Differentiable. Default None: 1.
       scale_b: likewise for b; (n,) or (1, n) is one scale per column.
-      scale_out: multiplies the activation's result, wherever the activation is
-        computed: a number, or an array that broadcasts to the result. It serves to
-        quantise or to gate the result (see :func:`gated_matmul`). Differentiable.
-        Default None: 1.
-      branch_scale: multiplies the product with its bias, before the residual is added:
+      scale_out: multiplies the activation's result, in the kernel or after it: a
+        number, or an array that broadcasts to the result. It serves to quantise or to
+        gate the result (see :func:`gated_matmul`). Differentiable. Default None: 1.
+      branch_scale: multiplies the matmul with its bias, before the residual is added:
         a number, or an array that broadcasts to the result, such as (n,) for layer
         scale, or (..., 1, n) for the gate of an adaptive norm. Differentiable. Default
         None: 1.
-      precision: precision of f32 products; every value that jnp.matmul takes. Default
+      precision: precision of f32 matmuls; every value that jnp.matmul takes. Default
         None: `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does
         on a GPU except for "highest". For "highest", and for algorithms that cuDNN does
         not have, "auto" runs XLA.
       preferred_element_type: dtype of the result. Default None: the dtype that
-        jnp.matmul returns, in which sums of integers wrap around; for f8 beside a wider
+        jnp.matmul returns, in which sums of integers wrap around; for f8 with a wider
         operand, the wider operand's dtype. Sums for an f64 result are kept in f64.
       out_sharding: a `jax.sharding.NamedSharding`, or a `PartitionSpec` where a mesh is
         set: how the result is to be sharded. Default None: as the operands imply.
@@ -135,16 +134,16 @@ def matmul(
         activation that returns anything but an array of floats of the same shape.
       TypeError: dtypes that JAX does not promote or take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
-        when the function is compiled for a GPU), or no graph has such operands (raised
-        at once); operands whose types have shardings that
+        when the function is compiled for a GPU), or graphs cannot have such operands
+        (raised at once); operands whose types have shardings that
         contradict each other.
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
+      docs/support.md lists the supported configurations by GPU. Where XLA runs
       a call on a GPU, sums over 16-bit operands are rounded to the operands' dtype
       before the epilogue, as in jax.numpy. In the gradient, the cotangent of the
-      product is rounded to the dtype of 16-bit operands before it is multiplied by
+      matmul is rounded to the dtype of 16-bit operands before it is multiplied by
       them. It is never rounded to f8: f8 operands are widened, to bf16 for a bf16
       result and otherwise to f32. For an operand that is stored transposed,
       :func:`jax_cudnn.dot_general` contracts any axes without a copy.

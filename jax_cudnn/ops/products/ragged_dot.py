@@ -60,11 +60,11 @@ def ragged_dot(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
-    r"""Return a matrix product for each group of rows, as a mixture of experts has it.
+    r"""Return a matmul for each group of rows, as in a mixture of experts.
 
-    Takes the operands of :func:`jax.lax.ragged_dot` with the same meaning, and what
-    follows the product beside them. The rows of `lhs` lie group by group. With j(m) the
-    group of row m,
+    Takes the operands of :func:`jax.lax.ragged_dot` with the same meaning, and a bias
+    and an activation. The rows of `lhs` are stored group by group. With j(m) the group
+    of row m,
 
     .. math::
 
@@ -74,33 +74,34 @@ def ragged_dot(
 
     Rows beyond the last group have neither sum nor bias: they are activation(0). Sums,
     and the values computed from them, are kept in f32 (f64 for f64) and rounded once,
-    to the result's dtype. A row follows from its own group only. NaN and infinities in
-    other rows, or in no group, reach neither its result nor any gradient of it.
+    to the result's dtype. A row depends on its own group only: NaN and infinities in
+    other rows, or in rows of no group, reach neither its result nor its gradients.
 
     All of JAX's transformations apply. In first-order reverse mode, the gradient of
-    `lhs` is one more grouped product, which cuDNN runs where it runs the call. That of
-    `rhs` is cuDNN's where each group is a matmul of its own, else XLA's, since cuDNN
-    lists no plan for it (docs/ragged_dot.md). Forward mode and higher orders run XLA's
-    code.
+    `lhs` is one more grouped matmul, which cuDNN runs where it runs the call. The
+    gradient of `rhs` has no plan in cuDNN: it is one launch of cuBLASLt, a matmul for
+    each group, or XLA's code (docs/ragged_dot.md). Forward mode and higher orders run
+    XLA's code.
 
     Axis letters: m rows, k contraction, n columns, g groups.
 
     Args:
       lhs: (m, k); bf16, f16, f32 or f64, or f8_e4m3fn or f8_e5m2 where
-        `preferred_element_type` is bf16, f16 or f32. XLA runs everything else that is a
-        product: integers, complex numbers, symbolic dimensions, results of 8 bits.
+        `preferred_element_type` is bf16, f16 or f32. XLA runs everything
+        else: integers, complex numbers, symbolic dimensions, results of 8 bits.
       rhs: (g, k, n). If the dtypes of lhs and rhs differ, they are promoted as by
-        :func:`jax.numpy.matmul`; 8-bit operands beside wider floats become wider ones.
+        :func:`jax.numpy.matmul`; 8-bit operands with wider floats are widened.
       group_sizes: (g,) integers: how many rows each group has. They may be 0 and need
-        not add up to m. Negative ones count as 0, and what goes beyond m is left out.
-      bias: (g, n), or what broadcasts to it. Differentiable. Default None: none.
+        not add up to m. Negative ones count as 0, and rows beyond m are ignored.
+      bias: (g, n), or an array that broadcasts to it. Differentiable. Default None:
+        none.
       activation: as for :func:`jax_cudnn.conv`. It follows the kernel, in XLA's code.
         Default None: none.
       precision: as for :func:`jax_cudnn.matmul`. Default None:
         `jax.default_matmul_precision`.
       preferred_element_type: dtype of the result. Default None: the promoted dtype.
-      implementation: "auto" runs cuDNN for large products of 16 bits on a Hopper GPU,
-        where it was measured to be faster, and else XLA's code until
+      implementation: "auto" runs cuDNN for large 16-bit matmuls on a Hopper GPU,
+        where it was measured to be faster, and otherwise XLA's code until
         :func:`jax_cudnn.plans.autotune` has measured one of cuDNN's plans. "cudnn" runs
         cuDNN, or raises. "xla" runs XLA's code. Default "auto". None is "auto".
       plan: as for :func:`jax_cudnn.conv`. Default None.
@@ -110,19 +111,19 @@ def ragged_dot(
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation or `implementation`.
-      TypeError: dtypes that JAX does not promote, group sizes that are no integers.
+      TypeError: dtypes that JAX does not promote, group sizes that are not integers.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised when
         the function is compiled for a GPU), or no graph has such operands (raised at
         once).
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      docs/ragged_dot.md lists what cuDNN plans on which GPU (from 9.15 and sm_80 on).
+      docs/ragged_dot.md lists the supported configurations (from 9.15 and sm_80 on).
       Products of f8 are those of the stored numbers; :func:`jax_cudnn.f8.ragged_dot`
       has scales and gradients for them.
-      With cuBLAS 13.4 or newer, large products of 16 bits are one launch of cuBLASLt,
-      and so are their gradients. With an older one and 256 rows a group or more, they
-      are a matmul for each group: the host waits for `group_sizes` then, and launches
+      With cuBLAS 13.4 or newer, large 16-bit matmuls are one launch of cuBLASLt,
+      and so are their gradients. With an older version and 256 rows a group or more,
+      they are a matmul for each group: the host waits for `group_sizes`, and launches
       one after the other.
       XLA's code for a GPU is :func:`jax.lax.ragged_dot`. Where XLA has no kernel for
       that, it multiplies each row with the matrices of all groups, those of other
@@ -251,7 +252,7 @@ def _why_plain(dtypes: Dtypes, dtype: np.dtype, product: _Product) -> str:
         return ""
     return (
         f"lhs is {describe(lhs)}, rhs {describe(rhs)} and the result "
-        f"{dtype_name(dtype)}. Graphs have grouped products of {', '.join(FLOATS)}, "
+        f"{dtype_name(dtype)}. Graphs have grouped matmuls of {', '.join(FLOATS)}, "
         f"and of f8 with results of {', '.join(_F8_RESULTS)}."
     )
 

@@ -100,14 +100,15 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
         (
             {"window": (1, 1), "lengths": _BOTH},
             _HOPPER,
-            "the window [1, 1] leaves queries without a key, or stands beside lengths; "
-            "cuDNN's f8 attention takes no mask to hold it",
+            "the window [1, 1] leaves queries without a key, or is combined with "
+            "lengths; "
+            "cuDNN's f8 attention has no mask for it",
         ),
         (
             {"s": 1, "is_causal": True},
             _HOPPER,
             "a single query with is_causal or a window; cuDNN's f8 attention takes two "
-            "or more on sm_90. Leave these out, and the keys that they hide",
+            "or more on sm_90. Omit them, and the keys that they mask",
         ),
         (
             {"b": 65536},

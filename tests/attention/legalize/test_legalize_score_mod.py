@@ -171,7 +171,7 @@ def test_old_versions_and_five_arrays_are_refused() -> None:
     steps = ("add score mod_a", "mul %0 mod_b", "add %1 mod_c", "mul %2 mod_d")
     graph = attention_graph(sizes=_SIZES, dtype="bf16", lengths=("key_lengths",))
     four = with_steps(graph, steps, ("1h11",) * 4)
-    assert "4 arrays beside the key lengths" in " ".join(
+    assert "4 arrays in addition to the key lengths" in " ".join(
         legalize(four, _HOPPER).reasons
     )
     old = dataclasses.replace(_HOPPER, cudnn_version=91800)
@@ -209,7 +209,7 @@ def test_dropout_beside_steps_is_refused() -> None:
     assert call(False).candidates
     assert not call(True).candidates
     assert call(True).reasons == (
-        "dropout beside a score_mod that is steps of a kernel; what cuDNN drops there "
+        "dropout with a score_mod that runs in the kernel; what cuDNN drops there "
         "was not compared",
     )
 

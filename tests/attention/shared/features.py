@@ -53,8 +53,8 @@ def _on_numbers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 _LENGTHS = array("int32", B)
 _SQUARE = _arrays(t=S)
 _TOKENS = "queries and keys"
-_SCORES = "what is added to scores, or hides them"
-_WEIGHTS = "the softmax and its weights"
+_SCORES = "masks, biases and functions of scores"
+_WEIGHTS = "softmax, dropout and sinks"
 _CACHE = "caches of keys and values"
 _NO_KERNEL = "the derivative is the reference's, by XLA"
 
@@ -214,7 +214,7 @@ def _weighted() -> list[Feature]:
         ),
         Feature(
             group=_WEIGHTS,
-            name="sinks beside a bias, with both gradients",
+            name="sinks and a bias, with both gradients",
             call=lambda q, k, v, sinks, bias: sdpa(q, k, v, bias, sinks=sinks),
             operands=(
                 *_SQUARE,

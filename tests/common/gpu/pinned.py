@@ -12,7 +12,7 @@ from jax_cudnn import UnsupportedError, native
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering.cuda import run_cudnn
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
 from tests.common.gpu.numerics import judge
@@ -23,7 +23,7 @@ def pinned(
     part: Graph, legal: Legal, target: Target, request: str
 ) -> Callable[..., Sequence[jax.Array]]:
     """Return the compiled part, written in one way, with the plan of a request."""
-    step = Step(
+    step = PartDecision(
         part=part,
         legal=legal,
         plan=native.plan(to_json(legal.graph), request=request),

@@ -18,7 +18,7 @@ from jax_cudnn import native
 from jax_cudnn.graph import Graph, forward_graph, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.cuda import run_cudnn
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.common.drawn_operands import draw_arrays
@@ -288,7 +288,7 @@ def test_results_have_the_dtypes_of_the_graph() -> None:
     target = native.device_target(0)
     (legal,) = legalize(graph, target).candidates
     plan = native.plan(to_json(legal.graph))
-    step = Step(part=graph, legal=legal, plan=plan, target=target)
+    step = PartDecision(part=graph, legal=legal, plan=plan, target=target)
     arrays = draw_arrays(graph)
     found = jax.jit(lambda *xs: run_cudnn(step, xs))(*arrays)
     judge(["output"], found, evaluate(graph, arrays), _in_f64(graph, arrays))

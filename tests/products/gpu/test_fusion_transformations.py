@@ -21,7 +21,7 @@ from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Implementation
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_target
 from tests.common.gpu.captured import custom_calls, run_dumped
 from tests.common.gpu.numerics import judge, to_f32
@@ -120,7 +120,7 @@ def _implementations(function: Function, *operands: Any) -> list[str]:
     ]
 
 
-def _steps(function: Function, *operands: Any) -> list[Step]:
+def _steps(function: Function, *operands: Any) -> list[PartDecision]:
     """Return the parts of the function, as decided for this GPU."""
     return [
         step
@@ -558,7 +558,7 @@ def test_autotuned_choices_are_used_by_the_next_jit(op, table):
     _check(lambda how: jax.jit(function(how)), operands, "auto")
 
 
-def _is_measured(step: Step) -> bool:
+def _is_measured(step: PartDecision) -> bool:
     return any(
         node.kind.startswith(("conv", "matmul", "reduction"))
         for node in step.part.nodes

@@ -22,7 +22,7 @@ import jax_cudnn
 from jax_cudnn import UnsupportedError, native
 from jax_cudnn.graph import Graph, derivative_of, to_json
 from jax_cudnn.lowering.cuda import run_cudnn
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.policy import ranked
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -219,7 +219,7 @@ def test_sums_beside_activations_are_launched_and_right(
         for legal in [way.legal for way in ranked(part.graph, target)]:
             record_property("planned", part.key)
             plan = native.plan(to_json(legal.graph))
-            step = Step(part=part.graph, legal=legal, plan=plan, target=target)
+            step = PartDecision(part=part.graph, legal=legal, plan=plan, target=target)
             found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*operands)
             truth = _in_f64(part.graph, operands)
             try:

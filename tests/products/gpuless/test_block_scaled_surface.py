@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that cuDNN plans products of MXFP8 and NVFP4 on Blackwell, and nowhere else."""
+"""Tests that cuDNN plans matmuls in MXFP8 and NVFP4 on Blackwell, and nowhere else."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_what_is_refused_has_no_plan(gpu: str) -> None:
     target = harness.target(gpu)
     for graph in graphs.values():
         (reason,) = legalize(graph, target).reasons
-        assert f"is sm_{target.sm_version}; products of MXFP8 and NVFP4 need" in reason
+        assert f"is sm_{target.sm_version}; matmuls in MXFP8 and NVFP4 need" in reason
     blackwell = harness.target("b200")
     texts = {
         name: to_json(legalize(graph, blackwell).candidates[0].graph)

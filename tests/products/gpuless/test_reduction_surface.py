@@ -108,7 +108,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 @_GPUS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_sums_and_extremes_end_a_product(gpu: str, dtype: str, batch: int) -> None:
+def test_reductions_end_a_matmul(gpu: str, dtype: str, batch: int) -> None:
     graphs: dict[object, Graph] = {}
     shapes = ((batch, 512, 256), (batch, 256, 128), (1, 1, 128))
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]

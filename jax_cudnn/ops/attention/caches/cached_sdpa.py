@@ -50,7 +50,7 @@ def cached_sdpa(
     return_residual: bool = False,
     **options: Unpack[CachedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Return attention of the last tokens of sequences over a cache, for decoding.
+    r"""Return attention of the last tokens of sequences to a cache, for decoding.
 
     For each sequence and head,
 
@@ -63,20 +63,19 @@ def cached_sdpa(
     s may see. The queries are the last tokens of their sequence: query s is token
     ``x = key length - query length + s``. With `is_causal` it sees the tokens 0 to x.
     Scores, softmax and sums are kept in f32 (f64 for f64 operands). A query that sees
-    no token, or that lies at or past its query length, gives 0 with gradient 0.
+    no token, or is at or past its query length, gives 0 with gradient 0.
 
-    A sequence may have more tokens than there is room for. A query that sees one of
-    those without room, as it sees itself, gives NaN, and NaN reaches the gradients.
-    All other queries are right.
+    A sequence may have more tokens than the cache has room for. A query that sees a
+    token without room (each query sees itself) gives NaN, and NaN reaches the
+    gradients. All other queries are correct.
 
     The key length counts the queries' own tokens: write their keys and values into the
-    cache first (:func:`jax_cudnn.kv_cache.update`). What the cache holds past it is not
-    used; see the notes for NaN there.
+    cache first (:func:`jax_cudnn.kv_cache.update`). Elements of the cache past that
+    length are not used; see the notes for NaN there.
 
     This is :func:`jax_cudnn.sdpa` with ``mask=masks.Causal("cache")`` and the key
-    lengths, in a form that knows where the queries are: a few of them (tokens that were
-    drafted) take about as long as one. For many queries whose gradient is wanted,
-    `sdpa` has cuDNN's backward kernel.
+    lengths, but a few queries (drafted tokens) take about as long as one. To
+    differentiate many queries, use `sdpa`, which has cuDNN's backward kernel.
 
     Axis letters: b sequences, s query length, t tokens that the cache has room for,
     h query heads, k key heads, d head size, e value head size.
@@ -88,7 +87,7 @@ def cached_sdpa(
       key_cache: (b, t, k, d), of query's dtype.
       value_cache: (b, t, k, e), of query's dtype; e may differ from d.
       key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
-        queries included, also where there is room for t tokens only. Lengths below 0
+        queries included, even if there is room for t tokens only. Lengths below 0
         count as 0.
       query_seq_lengths: integers (b,); queries at or past their sequence's length are
         padding. Default None: s, which must then be t at most, unless no position
@@ -96,13 +95,13 @@ def cached_sdpa(
       is_causal: whether a query sees no token after its own. Default True.
       local_window_size: (left, right): the query that is token x sees tokens x - left
         to x + right only. An int n means (n, n), and None for one of the two is no
-        bound. It adds to `is_causal`. Default None: no window.
-      sinks: (h,), a score for each query head of one more token, which every query
+        bound. It is combined with `is_causal`. Default None: no window.
+      sinks: (h,), for each query head the score of one more token, which every query
         sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
         Default None: no such token.
       layout: the order of the axes of query, caches and output: "bshd" (default),
         "bhsd" or "sbhd", with s standing for tokens and h for heads: caches of "bhsd"
-        are (b, k, t, d). Kernels read each as it lies; write such caches by
+        are (b, k, t, d). Kernels read each without a copy; write such caches by
         ``update(..., layout="bhsd")``.
       **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
@@ -128,18 +127,18 @@ def cached_sdpa(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      cuDNN takes bf16 and f16, and head sizes that are multiples of 8. Two to 16
+      cuDNN supports bf16 and f16, and head sizes that are multiples of 8. Two to 16
       queries run as query heads of one query, which read the cache once. Tokens that
-      not all of them see are then added by the log-sum-exp, so that the output is
-      rounded twice. More queries run in cuDNN's kernel for prompts, and so do several
-      with a window of fewer tokens than queries, or one without causality. This kernel
-      multiplies what it reads past a length by 0 (9.19 on an H200): NaN or infinities
-      there reach the output. All others may have them there.
+      only some of them see are then added by the log-sum-exp, so the output is rounded
+      twice. cuDNN's kernel for prompts runs more queries, several queries with a window
+      of fewer tokens than queries, and one query without causality. This kernel
+      multiplies elements past a length by 0 (9.19 on an H200), so NaN or infinities
+      there reach the output. In all other calls they do not.
 
-      All of JAX's transformations apply. The derivatives are those of XLA's code.
+      All of JAX's transformations apply. XLA computes the derivatives.
       Examples of `jax.vmap` become more sequences of one call. Operands that are
       sharded over devices stay so along the sequences and the key heads. Lengths and
-      sinks may be sharded in any way: they follow the others.
+      sinks may be sharded in any way: they are resharded to match the others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

@@ -61,7 +61,7 @@ def run_cached(
     )
     with on_behalf_of(op, "sdpa"):
         checked = given.attributes(
-            given.hiding("sdpa"),
+            given.visibility("sdpa"),
             TokenCounts(operands.room, operands.room),
             operands.query.shape[3],
             operands.query.dtype,

@@ -33,19 +33,19 @@ def update(
     *,
     layout: Layout = "bshd",
 ) -> jax.Array:
-    """Return a cache with new tokens written behind those that it holds.
+    """Return a cache with new tokens appended to each sequence.
 
-    ``new[b, i]`` becomes ``cache[b, lengths[b] + i]``. What would lie past the end of
-    the cache is dropped: :func:`jax_cudnn.cached_sdpa`, given the lengths with these
-    tokens, returns NaN for their queries. Keys and values have a cache each.
+    ``new[b, i]`` becomes ``cache[b, lengths[b] + i]``. Tokens past the end of the cache
+    are dropped: :func:`jax_cudnn.cached_sdpa`, given the lengths with these tokens,
+    returns NaN for their queries. Keys and values have separate caches.
 
-    XLA writes into the cache's own memory where that is not needed otherwise: within a
-    jitted function, or where the cache is an argument that is donated
-    (``jax.jit(step, donate_argnames=...)``).
+    XLA writes into the cache in place if nothing else needs its old content: within a
+    jitted function, or if the cache is a donated argument (``jax.jit(step,
+    donate_argnames=...)``).
 
-    A cache that is sharded over devices, along any axes, stays where it is: each device
-    writes what belongs to its part, and new tokens are sent there if need be. The
-    result is sharded as the cache.
+    A cache that is sharded over devices, along any axes, stays sharded: each device
+    writes the tokens of its shard, and new tokens are sent if needed. The result is
+    sharded like the cache.
 
     Axis letters: b sequences, s new tokens, t tokens that the cache has room for.
 
@@ -54,16 +54,16 @@ def update(
         any dtype.
       new: (b, s, ...), the other axes as those of the cache, and of its dtype.
       lengths: integers (b,), or one for all sequences: how many tokens the cache
-        holds. Lengths below 0 count as 0.
+        contains. Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
         written, for example of prompts that were padded to s. Default None: s, which
         must then be t at most.
-      layout: where the tokens are: "bshd" (default) as above, "bhsd" for a cache
+      layout: the order of the axes: "bshd" (default) as above, "bhsd" for a cache
         (b, k, t, ...) and new tokens (b, k, s, ...), or "sbhd" for (t, b, ...) and
         (s, b, ...). As in :func:`jax_cudnn.cached_sdpa`.
 
     Returns:
-      An array of the shape and dtype of `cache`. It holds ``lengths + s`` tokens, or
+      An array of the shape and dtype of `cache`. It contains ``lengths + s`` tokens, or
       ``lengths + new_lengths``.
 
     Raises:
@@ -110,13 +110,13 @@ def update_pages(
     *,
     layout: PageLayout = "bshd",
 ) -> jax.Array:
-    """Return pages with new tokens written behind those of their sequences.
+    """Return pages with new tokens appended to their sequences.
 
     ``new[b, j]`` is token ``x = lengths[b] + j`` of its sequence, and becomes
     ``pages[page_table[b, x // i], x % i]`` for pages of i tokens. A token for which the
-    table has no page is dropped. Keys and values have pages each, and may share the
-    table. As for :func:`update`, nothing is copied where the pages are donated, and
-    pages that are sharded over devices stay where they are.
+    table has no page is dropped. Keys and values have separate pages, and may share the
+    table. As for :func:`update`, nothing is copied if the pages are donated, and pages
+    that are sharded over devices stay sharded.
 
     Axis letters: b sequences, s new tokens, p pages, i tokens of a page, m pages of a
     sequence at most.
@@ -126,8 +126,8 @@ def update_pages(
         them; any dtype.
       new: (b, s, ...), the other axes as those of the pages, and of their dtype.
       page_table: integers (b, m), the pages of each sequence in their order. A number
-        that is no page, such as -1, stands for none. No page may be written by
-        two sequences: then it is not defined whose token stays.
+        that is not a page, such as -1, means no page. Two sequences must not write to
+        one page: the result would not be defined.
       lengths: integers (b,), or one for all: how many tokens each sequence has.
         Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
@@ -160,8 +160,8 @@ def update_pages(
         raise ValueError(
             f"{op}: pages is {describe(old)} and new {describe(tokens)}. They must be "
             f"({places.in_words('pages', 'tokens of a page')}) and "
-            f"({places.in_words('sequences', 'tokens')}), with the same axes beside "
-            "these."
+            f"({places.in_words('sequences', 'tokens')}), with the same other "
+            "axes."
         )
     table = check_integers(op, "page_table", page_table)
     sequences = tokens.shape[places.first]

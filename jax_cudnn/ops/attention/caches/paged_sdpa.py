@@ -53,11 +53,11 @@ def paged_sdpa(
     return_residual: bool = False,
     **options: Unpack[CachedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Return attention over keys and values that lie in pages, for serving.
+    r"""Return attention to keys and values in pages, for serving.
 
-    Token j of sequence b lies in slot ``j % i`` of page ``page_table[b, j // i]``, for
-    pages of i tokens. With :math:`K_{bj}` and :math:`V_{bj}` for what lies there,
-    :func:`jax_cudnn.sdpa` is what is computed for each sequence and head:
+    Token j of sequence b is in slot ``j % i`` of page ``page_table[b, j // i]``, for
+    pages of i tokens. Let :math:`K_{bj}` and :math:`V_{bj}` be its key and value. For
+    each sequence and head, the result is that of :func:`jax_cudnn.sdpa`:
 
     .. math::
 
@@ -68,12 +68,12 @@ def paged_sdpa(
     s may see. The queries are the last tokens of their sequence: query s is token
     ``x = key length - query length + s``. With `is_causal` it sees the tokens 0 to x.
     Scores, softmax and sums are kept in f32 (f64 for f64 operands); the result is
-    rounded once. A query that sees no token, or that lies at or past its query length,
+    rounded once. A query that sees no token, or is at or past its query length,
     gives 0 with gradient 0.
 
-    A sequence may have more tokens than there is room for. A query that sees one of
-    those without room, as it sees itself, gives NaN, and NaN reaches the gradients.
-    All other queries are right.
+    A sequence may have more tokens than its pages have room for. A query that sees a
+    token without room (each query sees itself) gives NaN, and NaN reaches the
+    gradients. All other queries are correct.
 
     The key length counts the queries' own tokens: write their keys and values into the
     pages first (:func:`jax_cudnn.kv_cache.update_pages`).
@@ -89,9 +89,9 @@ def paged_sdpa(
       value_pages: (p, i, k, e), of query's dtype; e may differ from d.
       page_table: integers (b, m), the pages of each sequence in their order. Entries
         past a sequence's length are not used and may be any number, such as -1. A
-        number below the length that is no page is taken for the nearest one.
+        number below the length that is not a page counts as the nearest page.
       key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
-        queries included, also where there is room for m*i tokens only. Lengths below 0
+        queries included, even if there is room for m*i tokens only. Lengths below 0
         count as 0.
       query_seq_lengths: integers (b,); queries at or past their sequence's length are
         padding. Default None: s, which must then be m*i at most, unless no position
@@ -99,13 +99,13 @@ def paged_sdpa(
       is_causal: whether a query sees no token after its own. Default True.
       local_window_size: (left, right): the query that is token x sees tokens x - left
         to x + right only. An int n means (n, n), and None for one of the two is no
-        bound. It adds to `is_causal`. Default None: no window.
-      sinks: (h,), a score for each query head of one more token, which every query
+        bound. It is combined with `is_causal`. Default None: no window.
+      sinks: (h,), for each query head the score of one more token, which every query
         sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
         Default None: no such token.
       layout: the order of the axes of query, pages and output: "bshd" (default), or
-        "bhsd" for queries (b, h, s, d) and pages (p, k, i, d). Kernels read each as it
-        lies; with "bhsd" write pages by ``update_pages(..., layout="bhsd")``.
+        "bhsd" for queries (b, h, s, d), pages (p, k, i, d). Kernels read both without
+        a copy; with "bhsd" write pages by ``update_pages(..., layout="bhsd")``.
       **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
@@ -130,23 +130,23 @@ def paged_sdpa(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      cuDNN reads the pages where they are. It takes bf16 and f16, pages whose number of
+      cuDNN reads the pages in place. It supports bf16 and f16, pages whose number of
       tokens is a power of two, and head sizes that are multiples of 8, from cuDNN 9.5
       on (NVIDIA cuDNN frontend, "Attention", paged attention). XLA gathers the pages of
       all sequences first, in memory for b*m*i tokens, and keeps the scores, b*h*s*m*i
-      numbers of f32. Several queries run as :func:`jax_cudnn.cached_sdpa` says; so do
-      NaN past a length.
+      numbers of f32. The notes of :func:`jax_cudnn.cached_sdpa` about several queries
+      and about NaN past a length apply here, too.
 
-      All of JAX's transformations apply. cuDNN has no backward kernel over pages: the
-      derivatives are those of XLA's code. The gradient of the pages is as large as
+      All of JAX's transformations apply. cuDNN has no backward kernel for pages, so XLA
+      computes the derivatives. The gradient of the pages is as large as
       all pages. Under `jax.vmap`, examples that share the pages become more sequences
       of one call; examples with pages of their own run XLA's code, or one after the
       other with `implementation="cudnn"`.
 
       Operands that are sharded over devices stay so along the sequences and the key
       heads; pages are gathered otherwise. Lengths, page numbers and sinks may be
-      sharded in any way: they follow the others. For pages that are spread over devices
-      with their sequences, use `jax.shard_map`.
+      sharded in any way: they are resharded to match the others. For pages that are
+      spread over devices with their sequences, use `jax.shard_map`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

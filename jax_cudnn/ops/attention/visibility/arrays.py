@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.visibility.bands import Bounds
-from jax_cudnn.ops.attention.visibility.sentences import (
+from jax_cudnn.ops.attention.visibility.predicates import (
     InBand,
     InBlocks,
     InPrefix,
+    Predicate,
     SameSegment,
-    Sentence,
 )
 from jax_cudnn.ops.common.arguments import (
     as_operand,
@@ -27,7 +27,7 @@ from jax_cudnn.ops.common.arguments import (
 from jax_cudnn.reference.attention.sequences import FARTHEST, farthest
 
 
-def segments(query: ArrayLike, key: ArrayLike | None, s: int, t: int) -> Sentence:
+def segments(query: ArrayLike, key: ArrayLike | None, s: int, t: int) -> Predicate:
     """Return that a query sees the keys of its own segment."""
     query = _integers("Segments.query", query)
     key = query if key is None else _integers("Segments.key", key)
@@ -40,7 +40,7 @@ def segments(query: ArrayLike, key: ArrayLike | None, s: int, t: int) -> Sentenc
     return SameSegment(*(jnp.reshape(x, in_front(x.shape, 2)) for x in (query, key)))
 
 
-def prefix(length: ArrayLike, t: int) -> Sentence:
+def prefix(length: ArrayLike, t: int) -> Predicate:
     """Return that every query sees the first keys of t, and those up to itself."""
     length = _integers("Prefix.length", length)
     if length.ndim > 1:
@@ -51,7 +51,7 @@ def prefix(length: ArrayLike, t: int) -> Sentence:
     return InPrefix(jnp.reshape(clipped(length, t), (-1,)))
 
 
-def blocks(table: ArrayLike, size: tuple[int, ...], s: int, t: int) -> Sentence:
+def blocks(table: ArrayLike, size: tuple[int, ...], s: int, t: int) -> Predicate:
     """Return that a table says which blocks of keys a block of queries sees."""
     table = bools("Blocks.table", table)
     lengths = {2: s, 3: t}
@@ -72,7 +72,7 @@ def at_ends(
     queries: jax.Array,
     s: int,
     t: int,
-) -> Sentence | None:
+) -> Predicate | None:
     """Return a band around the ends of caches; None if it hides nothing."""
     left, right = band
     # The last query has no key after it. All that a query sees is in the cache, or else

@@ -70,7 +70,7 @@ def bounds_of(window: WindowSize, *, is_causal: bool) -> Bounds:
             "the length of the sequences."
         )
     if is_empty(left, min(right or 0, 0) if is_causal else right):
-        beside = " beside is_causal" if is_causal else ""
+        beside = " with is_causal" if is_causal else ""
         raise ValueError(
             f"sdpa: local_window_size={window!r}{beside} shows no key to any query. A "
             "query at position i sees the keys i - left to i + right"

@@ -47,7 +47,7 @@ from jax_cudnn.ops.attention.visibility.bands import (
     is_empty,
     least,
 )
-from jax_cudnn.ops.attention.visibility.sentences import Overrun, Sentence, Tokens
+from jax_cudnn.ops.attention.visibility.predicates import Overrun, Predicate, Tokens
 
 Alignment = Literal["top-left", "bottom-right", "cache"]
 
@@ -58,7 +58,7 @@ class Mask:
     """A condition on which keys a query may see.
 
     ``first & second`` allows what both allow. Pass a mask to :func:`jax_cudnn.sdpa` as
-    `mask`; the other arguments that hide keys add to it.
+    `mask`; the other arguments that mask keys are combined with it.
     """
 
     _arrays: ClassVar[tuple[str, ...]] = ()
@@ -140,7 +140,7 @@ class Mask:
     def _parts(self) -> Iterator[Mask]:
         yield self
 
-    def _sentence(self, s: int, t: int) -> Sentence | None:
+    def _predicate(self, s: int, t: int) -> Predicate | None:
         """Return what no argument stands for, for s queries and t keys."""
         del s, t
         return None
@@ -246,7 +246,7 @@ class Segments(Mask):
     query: ArrayLike
     key: ArrayLike | None = None
 
-    def _sentence(self, s: int, t: int) -> Sentence:
+    def _predicate(self, s: int, t: int) -> Predicate:
         return segments(self.query, self.key, s, t)
 
 
@@ -262,7 +262,7 @@ class Prefix(Mask):
     _arrays = ("length",)
     length: ArrayLike
 
-    def _sentence(self, s: int, t: int) -> Sentence:
+    def _predicate(self, s: int, t: int) -> Predicate:
         del s
         return prefix(self.length, t)
 
@@ -296,7 +296,7 @@ class Blocks(Mask):
     def _sizes(self) -> tuple[int, ...]:
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
 
-    def _sentence(self, s: int, t: int) -> Sentence:
+    def _predicate(self, s: int, t: int) -> Predicate:
         return blocks(self.table, self._sizes, s, t)
 
 
@@ -314,7 +314,7 @@ class Where(Mask):
 
 @mask_class
 class Additive(Mask):
-    """Numbers that are added to the scores; -inf hides a key.
+    """Numbers that are added to the scores; -inf masks a key.
 
     Attributes:
       bias: broadcasts to (b, h, s, t). Differentiable.
@@ -360,8 +360,8 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     positions count from the ends of these, and `overrun`, where they count from the
     ends of caches.
     """
-    given, sentences = sorted_sentences(mask, s, t)
-    conditions = [x.seen(Tokens(s), Tokens(t)) for x in sentences]
+    given, predicates = sorted_predicates(mask, s, t)
+    conditions = [x.seen(Tokens(s), Tokens(t)) for x in predicates]
     if "mask" in given:
         conditions.append(given["mask"])
     if conditions:
@@ -369,19 +369,19 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     return given
 
 
-def sorted_sentences(
+def sorted_predicates(
     mask: Mask, s: int, t: int
-) -> tuple[dict[str, Any], list[Sentence]]:
-    """Return the same, with the sentences that no argument stands for beside it.
+) -> tuple[dict[str, Any], list[Predicate]]:
+    """Split a mask into arguments of sdpa, and predicates that none expresses.
 
-    The `mask` among the arguments is that of the sentences that are arrays.
+    The `mask` among the arguments is that of the predicates that are arrays.
     """
     parts = [*mask._parts()]
     given: dict[str, Any] = {}
     packings = [part for part in parts if part.is_packing]
     if len(packings) > 1:
         raise ValueError(
-            "sdpa: two masks say which sequences a row holds. Pass one Packed; "
+            "sdpa: two masks say which sequences a row contains. Pass one Packed; "
             "Segments may be combined with it."
         )
     lengths = _lengths(parts, s, t)
@@ -400,7 +400,7 @@ def sorted_sentences(
         bands = [part for part in parts if isinstance(part, Causal | Window)]
         raise ValueError(
             f"sdpa: {' & '.join(map(repr, bands))} show no key to any of {s} queries "
-            f"with {t} keys: those that one shows are hidden by another. {NO_BOUND}"
+            f"with {t} keys: each key that one allows is masked by another. {NO_BOUND}"
         )
     if band[1] == 0:
         given["is_causal"] = True
@@ -418,14 +418,14 @@ def sorted_sentences(
         is_double = any(x.dtype == jnp.float64 for x in biases)
         wide = jnp.float64 if is_double else jnp.float32
         given["bias"] = combined("biases", jnp.add, [x.astype(wide) for x in biases])
-    sentences = [x for part in parts if (x := part._sentence(s, t)) is not None]
+    predicates = [x for part in parts if (x := part._predicate(s, t)) is not None]
     if band_at_ends != (None, None):
         ends = cache_ends(lengths, s, t)
         if (at_end := at_ends(band_at_ends, *ends, s, t)) is not None:
-            sentences.append(at_end)
+            predicates.append(at_end)
         if "key_value_seq_lengths" in lengths:
             given["overrun"] = Overrun(*ends, *band_at_ends, most=s, room=t)
-    return given, sentences
+    return given, predicates
 
 
 def refuse_mask_data(op: str, mask: object) -> None:
@@ -445,7 +445,7 @@ def _is_from_ends(packed: Any, parts: Sequence[Mask]) -> bool:
         return False  # There, both alignments mean the same.
     if len(found) > 1:
         raise ValueError(
-            "sdpa: causality and windows beside packed sequences have different "
+            "sdpa: causality and windows of packed sequences have different "
             "alignments. Give all of them one alignment."
         )
     return "bottom-right" in found

@@ -24,38 +24,38 @@ from jax_cudnn.ops.common.arguments import as_operand, describe
 
 @mask_class
 class Packed(Mask):
-    """Each row holds several sequences; a query sees the keys of its own.
+    """Each row contains several sequences; a query sees the keys of its own sequence.
 
     Sequence j of a row has the tokens from ``offsets[j]`` to ``offsets[j + 1]``: the
-    cumulative lengths, beginning with 0. Tokens of no sequence are padding. They are
-    not read, also where they are NaN; their outputs and gradients are 0. A sequence may
-    be empty.
+    cumulative lengths, beginning with 0. Tokens of no sequence are padding. Padding is
+    not read and may be NaN; its outputs and gradients are 0. A sequence may be empty.
 
-    With lengths, sequence j has the tokens from ``offsets[j]`` on, as many as its
-    length says. So there may be gaps, and the sequences may be in any order; they must
-    not overlap: the results of sequences that do are not defined. The last of n + 1
-    offsets is not read then.
+    With lengths, sequence j has `lengths[j]` tokens from ``offsets[j]`` on. So there
+    may be gaps, and the sequences may be in any order. They must not overlap: the
+    results of overlapping sequences are not defined. The last of n + 1 offsets is then
+    not read.
 
-    Offsets and lengths that the host has are checked by the call that gets the mask:
-    those of NumPy, of Python, and of JAX on a CPU. Others are not, since the host would
-    have to wait for them: those that are traced, and those on a GPU. Of these, tokens
-    before the first offset belong to no sequence, an offset below the largest before it
-    counts as that, and what lies beyond the tokens is left out. So outputs are 0 where
-    lengths are given as offsets: make masks by :meth:`from_lengths`.
+    The call that takes the mask checks offsets and lengths that are available on the
+    host: those of NumPy, of Python, and of JAX on a CPU. Traced arrays and arrays on
+    a GPU are not checked, since the host would have to wait for them. In these,
+    tokens before the first offset belong to no sequence, an offset below an earlier
+    one counts as the largest earlier one, and offsets beyond the tokens are clipped.
+    If you pass lengths as offsets by mistake, outputs are 0: make masks by
+    :meth:`from_lengths`.
 
-    Beside it, `is_causal`, windows, `Causal` and `Window` count positions within each
-    sequence. Masks that are arrays, and a bias, count from the row's start.
+    `is_causal`, windows, `Causal` and `Window` count positions within each sequence.
+    Masks that are arrays, and a bias, count from the row's start.
 
     Attributes:
       query_offsets: integers (n + 1,), or (b, n + 1) for rows that differ. Also (n,) or
-        (b, n) beside lengths.
+        (b, n) with lengths.
       key_offsets: likewise. Default None: the sequences of the keys are those of the
         queries.
       query_lengths: integers (n,) or (b, n). Default None: up to the next offset.
       key_lengths: likewise. Default None: those of the queries if `key_offsets` is
         None, else up to the next offset.
       max_length: an int, or one for queries and one for keys: no sequence is longer.
-        What lies beyond is padding. It is part of the program, and the kernel's launch
+        Tokens beyond it are padding. It is part of the program, and the kernel's launch
         and workspace grow with it. Default None: a row.
     """
 
@@ -226,7 +226,7 @@ def _spans(
     n = counts.shape[1]
     if array.shape[1] not in (n, n + 1):
         raise ValueError(
-            f"Packed: {name} is {describe(array)} beside {n} lengths. Pass as many "
+            f"Packed: {name} is {describe(array)} with {n} lengths. Pass as many "
             "offsets as lengths, or one more."
         )
     if is_on_host(offsets, lengths):

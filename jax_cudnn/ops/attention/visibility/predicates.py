@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates a mask's predicates for some queries and keys, by their positions.
 
-A predicate, a `Sentence`, is a pytree. Its arrays are about whole sequences, in their
+A `Predicate` is a pytree. Its arrays are about whole sequences, in their
 order, with an axis of batch entries in front, which may be 1. So each device of several
 can ask for the part of a mask that belongs to its own tokens.
 """
@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
         return jnp.take(x, self.positions, axis=axis, mode="clip")
 
 
-class Sentence(Protocol):
+class Predicate(Protocol):
     """A condition on a batch entry, a head, a query and a key."""
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
@@ -64,7 +64,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 @dataclass_transform(frozen_default=True)
-def _sentence(cls: _Class) -> _Class:
+def _predicate(cls: _Class) -> _Class:
     made = dataclass(frozen=True, eq=False)(cls)
     names = [field.name for field in dataclasses.fields(made)]
     static = [name for name in names if name in made.static]
@@ -81,7 +81,7 @@ def _columns(numbers: jax.Array) -> jax.Array:
     return numbers[None, None, None, :]
 
 
-@_sentence
+@_predicate
 class SameSegment:
     """A query sees the keys of its own segment: numbers (b, s) and (b, t)."""
 
@@ -102,7 +102,7 @@ class SameSegment:
         return jnp.any(is_below & is_above)
 
 
-@_sentence
+@_predicate
 class InPrefix:
     """Every query sees the keys below a length, i32 (b,), and those up to itself."""
 
@@ -121,7 +121,7 @@ class InPrefix:
         return jnp.any(first < self.length) | (first <= last)
 
 
-@_sentence
+@_predicate
 class InBand:
     """A query sees the keys from `left` before its place to `right` after it.
 
@@ -156,7 +156,7 @@ class InBand:
         return jnp.any(self._holds(lowest, highest))
 
 
-@_sentence
+@_predicate
 class Overrun:
     """The queries that see a token which is not in the cache. Their results are NaN.
 
@@ -200,7 +200,7 @@ class Overrun:
         return ends.lost_rows(band)[:, 0, :, 0]
 
 
-@_sentence
+@_predicate
 class InBlocks:
     """A table ([b], [h], blocks, blocks) says which keys a block of queries sees."""
 
@@ -228,7 +228,7 @@ class InBlocks:
         return jnp.any(self.seen(queries, keys))
 
 
-@_sentence
+@_predicate
 class InSequence:
     """A query sees the keys of its own sequence, within a band of places in it.
 

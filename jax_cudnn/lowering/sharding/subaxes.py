@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays with more axes than their tensors: the members of an axis, unmerged.
+"""Arrays with more axes than their tensors: the subaxes of a split axis.
 
-A graph's matrix has rows. The array that a user gives for it may have a batch and a
+A graph's matrix has rows. The array that a user passes for it may have a batch and a
 sequence instead, and the examples of a vmap are one more axis. Such arrays enter the
-primitives as they are, and are merged only where a kernel or the reference needs it:
-merging a sharded axis that is not the slowest would gather it.
+primitives unmerged. They are merged only where a kernel or the reference needs it,
+because merging a sharded axis that is not the slowest would gather it.
 
-The sizes of the array's axes that make up one axis of a tensor, as it is stored, are
-the axis's members. Axes that are the same in several tensors have the same members. An
-axis of size 1 has itself as its only member, and no other axis has a member of size 1.
+The subaxes of a stored axis of a tensor are the sizes of the array's axes that make it
+up. Axes that are the same in several tensors have the same subaxes. An axis of size 1
+has itself as its only subaxis, and no other axis has a subaxis of size 1.
+
+For example, an array (2, 7, 24) is multiplied by a matrix (24, 5). The graph's tensor
+for the array has a batch of 1 and 14 rows, which are two axes of the array:
+
+>>> a = Tensor(name="a", dtype="f32", dims=(1, 14, 24), order=(0, 1, 2))
+>>> subaxes_of(a, (1, 2, 7, 24))
+((1,), (2, 7), (24,))
+
+The rows of the result have the same subaxes, so its array is (2, 7, 5).
 """
 
 import functools
@@ -22,14 +31,14 @@ import jax.numpy as jnp
 from jax_cudnn.graph import MAX_RANK, Graph, Tensor, axis_classes
 
 Shape = tuple[int, ...]
-# The members of each stored axis of a tensor.
-Members = tuple[Shape, ...]
+# The subaxes of each stored axis of a tensor.
+Subaxes = tuple[Shape, ...]
 
 
-def members_of(tensor: Tensor, shape: Shape) -> Members | None:
-    """Return the members of a tensor's axes in an array of that shape.
+def subaxes_of(tensor: Tensor, shape: Shape) -> Subaxes | None:
+    """Return the subaxes of a tensor's axes in an array of that shape.
 
-    Members of size 1 do not count. None where the array's axes do not make up those of
+    Subaxes of size 1 do not count. None where the array's axes do not make up those of
     the tensor one after the other, or where nothing is left to say which do.
     """
     if tensor.is_empty:
@@ -48,23 +57,23 @@ def members_of(tensor: Tensor, shape: Shape) -> Members | None:
     return tuple(found) if next(remaining, None) is None else None
 
 
-def _whole(tensor: Tensor) -> Members:
+def _whole(tensor: Tensor) -> Subaxes:
     return tuple((dim,) for dim in tensor.stored_shape)
 
 
 @functools.lru_cache(maxsize=4096)
-def all_members(graph: Graph, shapes: tuple[Shape, ...]) -> Mapping[str, Members]:
-    """Return the members of all tensors' axes, given the shapes of the operands.
+def all_subaxes(graph: Graph, shapes: tuple[Shape, ...]) -> Mapping[str, Subaxes]:
+    """Return the subaxes of all tensors' axes, given the shapes of the operands.
 
-    Where two operands disagree about an axis, it has one member, itself.
+    Where two operands disagree about an axis, it has one subaxis, itself.
     """
     classes = axis_classes(graph)
     found: dict[int, Shape] = {}
     for tensor, shape in zip(graph.input_tensors, shapes, strict=True):
-        own = members_of(tensor, shape) or _whole(tensor)
-        for axis, members in zip(tensor.order, own, strict=True):
+        own = subaxes_of(tensor, shape) or _whole(tensor)
+        for axis, subaxes in zip(tensor.order, own, strict=True):
             number = classes[tensor.name, axis]
-            if found.setdefault(number, members) != members:
+            if found.setdefault(number, subaxes) != subaxes:
                 found[number] = (tensor.dims[axis],)
     return {
         tensor.name: tuple(
@@ -75,9 +84,9 @@ def all_members(graph: Graph, shapes: tuple[Shape, ...]) -> Mapping[str, Members
     }
 
 
-def flat(members: Members) -> Shape:
-    """Return the shape of an array whose axes are the members."""
-    return tuple(size for each in members for size in each)
+def flat(subaxes: Subaxes) -> Shape:
+    """Return the shape of an array whose axes are the subaxes."""
+    return tuple(size for each in subaxes for size in each)
 
 
 def reshaped(x: jax.Array, shape: Shape) -> jax.Array:
@@ -88,9 +97,9 @@ def reshaped(x: jax.Array, shape: Shape) -> jax.Array:
 
 def unmerged(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Return operands in the shapes in which the primitives take them."""
-    members = all_members(graph, tuple(x.shape for x in operands))
+    subaxes = all_subaxes(graph, tuple(x.shape for x in operands))
     return [
-        reshaped(x, flat(members[name]))
+        reshaped(x, flat(subaxes[name]))
         for name, x in zip(graph.inputs, operands, strict=True)
     ]
 
@@ -105,8 +114,8 @@ def merged(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 def result_shapes(graph: Graph, shapes: Sequence[Shape]) -> list[Shape]:
     """Return the shapes of the primitive's results, given those of its operands."""
-    members = all_members(graph, tuple(shapes))
-    return [flat(members[name]) for name in graph.outputs]
+    subaxes = all_subaxes(graph, tuple(shapes))
+    return [flat(subaxes[name]) for name in graph.outputs]
 
 
 def as_results(
@@ -118,15 +127,15 @@ def as_results(
 
 
 def spread(graph: Graph, shapes: Sequence[Shape]) -> Graph | None:
-    """Return a graph without kernels whose tensors have an axis for each member.
+    """Return a graph without kernels whose tensors have an axis for each subaxis.
 
     Elementwise nodes and sums have any number of axes. None if that is too many.
     """
-    members = all_members(graph, tuple(shapes))
-    counts = _member_counts(graph, members)
+    subaxes = all_subaxes(graph, tuple(shapes))
+    counts = _subaxis_counts(graph, subaxes)
 
     def own(tensor: Tensor) -> Tensor | None:
-        stored = dict(zip(tensor.order, members[tensor.name], strict=True))
+        stored = dict(zip(tensor.order, subaxes[tensor.name], strict=True))
         by_axis = [
             (1,) * counts[tensor.name, axis] if dim == 1 else stored[axis]
             for axis, dim in enumerate(tensor.dims)
@@ -146,14 +155,14 @@ def spread(graph: Graph, shapes: Sequence[Shape]) -> Graph | None:
     return replace(graph, tensors=tuple(t for t in tensors if t is not None))
 
 
-def _member_counts(
-    graph: Graph, members: Mapping[str, Members]
+def _subaxis_counts(
+    graph: Graph, subaxes: Mapping[str, Subaxes]
 ) -> dict[tuple[str, int], int]:
-    """Return how many members an axis has beside those that it meets in a node."""
+    """Return how many subaxes an axis has beside those that it meets in a node."""
     found = {
         (tensor.name, axis): len(own)
         for tensor in graph.tensors
-        for axis, own in zip(tensor.order, members[tensor.name], strict=True)
+        for axis, own in zip(tensor.order, subaxes[tensor.name], strict=True)
     }
     # Nodes run in order, but what an operand meets last may be what it has to fit.
     for nodes in (graph.nodes, graph.nodes[::-1]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the values in a score_mod that do not depend on the score.
 
-A score_mod gets a score, and the indices of batch entry, head, query and key. What does
-not depend on the score is computed here as arrays, with those axes of (b, h, s, t) only
-that it depends on.
+A score_mod receives a score, and the indices of batch entry, head, query and key.
+Values that do not depend on the score are computed here as arrays, with only those axes
+of (b, h, s, t) that they depend on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from jax_cudnn.lowering import align_varying, equation_function
 LETTERS = "bhst"
 
 
-class Beside:
-    """A value that a traced function's steps read, and that no step makes."""
+class External:
+    """A value that the steps of a traced function read, and that no step computes."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -29,7 +29,7 @@ class Beside:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Given(Beside):
+class Given(External):
     """A value that does not depend on the score.
 
     ``array`` begins with the axes of the indices that the value depends on, which are

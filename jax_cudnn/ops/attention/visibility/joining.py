@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins a mask with the other arguments that hide keys or change scores."""
+"""Combines a mask with the other arguments that mask keys or change scores."""
 
 import functools
 import operator
@@ -16,14 +16,14 @@ from jax_cudnn.ops.attention.visibility.masks import (
     Where,
     Window,
     sorted_arguments,
-    sorted_sentences,
+    sorted_predicates,
 )
 from jax_cudnn.ops.attention.visibility.packing import Packed
-from jax_cudnn.ops.attention.visibility.sentences import Overrun, Sentence
+from jax_cudnn.ops.attention.visibility.predicates import Overrun, Predicate
 
 
-class Hiding(NamedTuple):
-    """The arguments that hide keys or move scores, by their names."""
+class Visibility(NamedTuple):
+    """The arguments that mask keys or change scores, by their names."""
 
     bias: ArrayLike | None = None
     mask: Any = None
@@ -33,23 +33,23 @@ class Hiding(NamedTuple):
     local_window_size: WindowSize = None
     packed: Packed | None = None
     is_bottom_right: bool = False
-    # What no argument stands for.
-    sentences: tuple[Sentence, ...] = ()
+    # Those that no argument expresses.
+    predicates: tuple[Predicate, ...] = ()
     overrun: Overrun | None = None
 
 
-def joined(mask: Mask, beside: Hiding, s: int, t: int) -> Hiding:
-    """Return the arguments that a mask and others beside it stand for."""
-    return Hiding(**sorted_arguments(_all(mask, beside), s, t))
+def joined(mask: Mask, beside: Visibility, s: int, t: int) -> Visibility:
+    """Return the arguments that express a mask and other arguments together."""
+    return Visibility(**sorted_arguments(_all(mask, beside), s, t))
 
 
-def joined_sentences(mask: Mask, beside: Hiding, s: int, t: int) -> Hiding:
-    """Return the same, with no array for sentences that are none."""
-    given, sentences = sorted_sentences(_all(mask, beside), s, t)
-    return Hiding(**given, sentences=tuple(sentences))
+def joined_predicates(mask: Mask, beside: Visibility, s: int, t: int) -> Visibility:
+    """Return the same, with predicates that are no arrays kept as predicates."""
+    given, predicates = sorted_predicates(_all(mask, beside), s, t)
+    return Visibility(**given, predicates=tuple(predicates))
 
 
-def _all(mask: Mask, beside: Hiding) -> Mask:
+def _all(mask: Mask, beside: Visibility) -> Mask:
     left, right = bounds_of(beside.local_window_size, is_causal=beside.is_causal)
     parts: list[Mask] = [Causal()] if beside.is_causal else []
     parts += [] if left is right is None else [Window(left, right)]

@@ -14,7 +14,7 @@ import pytest
 import jax_cudnn
 from jax_cudnn.graph import Tensor
 from jax_cudnn.lowering.primitives import graph_p, run_graph
-from jax_cudnn.lowering.sharding.members import members_of
+from jax_cudnn.lowering.sharding.subaxes import subaxes_of
 
 pytestmark = pytest.mark.once
 
@@ -26,7 +26,7 @@ def _tensor(*dims: int, order: tuple[int, ...] | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "shape", "members"),
+    ("tensor", "shape", "subaxes"),
     [
         (_tensor(1, 15, 8), (5, 3, 8), ((1,), (5, 3), (8,))),
         (_tensor(1, 15, 8), (1, 5, 1, 3, 8, 1), ((1,), (5, 3), (8,))),
@@ -39,10 +39,10 @@ def _tensor(*dims: int, order: tuple[int, ...] | None = None) -> Tensor:
         (_tensor(1, 1), (), ((1,), (1,))),
     ],
 )
-def test_members_are_read_from_the_shape(
-    tensor: Tensor, shape: tuple[int, ...], members: Any
+def test_subaxes_are_read_from_the_shape(
+    tensor: Tensor, shape: tuple[int, ...], subaxes: Any
 ) -> None:
-    assert members_of(tensor, shape) == members
+    assert subaxes_of(tensor, shape) == subaxes
 
 
 def _shapes(function: Any, *arrays: jax.Array) -> list[Any]:
