@@ -50,7 +50,7 @@ from llama.task import llama_task
 _DATA, _PAGE = "llama.json", "llama.md"
 PLAIN = "plain JAX"
 # Rows for each GPU, as many as fit into 80 GB.
-_ROWS = {"tiny": 2, "1B": 8, "7B": 2}
+ROWS = {"tiny": 2, "1B": 8, "7B": 2}
 # What names a row of the table.
 _NAMES = ("size", "GPU", "mesh", "rows", "remat", "unroll", "contender")
 # Losses of contenders differ by rounding only, over the steps that are compared.
@@ -322,7 +322,7 @@ def main() -> None:
     if not 1 <= options.gpus <= count:
         parser.error(f"--gpus {options.gpus}: there are {count}")
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
-    rows = options.rows or _ROWS[options.size]
+    rows = options.rows or ROWS[options.size]
     settings = replace(
         SIZES[options.size],
         batch=rows * options.gpus,

@@ -151,7 +151,7 @@ class Compiler:
         """Describe a GPU to XLA, by its name."""
         gpu = offline.find(name)
         topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=_described(gpu)
+            platform="cuda", topology="1x1x1", target_config=described(gpu)
         )
         self._sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -175,7 +175,7 @@ class Compiler:
         )
 
 
-def _described(gpu: offline.GpuDescription) -> str:
+def described(gpu: offline.GpuDescription) -> str:
     """Return a GPU in the form in which XLA reads it."""
     has: Mapping[str, Any] = json.loads(gpu.properties)
     major, minor = divmod(gpu.sm_version, 10)

@@ -139,9 +139,16 @@ def _shapes(**changes: tuple[int, ...]) -> list[Any]:
             "method='star' is not one of 'ring', 'all_gather', 'all_to_all'.",
         ),
         (
-            {"order": "striped"},
+            {"order": "spiral"},
             ValueError,
-            "order='striped' is not one of 'contiguous', 'zigzag'.",
+            "order='spiral' is not one of 'contiguous', 'zigzag', 'striped'.",
+        ),
+        (
+            {"order": "striped", "method": "all_gather"},
+            ValueError,
+            "order='striped' with method='all_gather'. The queries of a device are no "
+            "neighbours then, and no kernel has causality between them and the keys of "
+            "the whole sequence. Use method='ring' or 'all_to_all', or order='zigzag'.",
         ),
         (
             {"order": "zigzag"},
