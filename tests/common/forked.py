@@ -5,6 +5,7 @@ To import these takes most of the time of a short program. All else is as in a p
 that is started for it: JAX has no backend yet when the process is forked.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -59,13 +60,16 @@ def run(
 @functools.cache
 def _server(of_jax: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
     """Start a process that forks; JAX reads these variables when it is imported."""
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-P", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **dict(of_jax)},
     )
+    # It ends when its input does.
+    atexit.register(server.communicate)
+    return server
 
 
 def _serve() -> dict[str, Any] | None:
