@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times attention's features beside jax.nn, PyTorch and tokamax, on one GPU.
 
-    python -m benchmarks.attention_features --out docs/benchmarks
+    python -m benchmarks.attention_features --out docs/internals/measured
 
 writes attention_features.json and .md there. Needs an NVIDIA GPU. PyTorch is used where
 it is installed, with its flash and cuDNN attention and compiled `flex_attention`, and

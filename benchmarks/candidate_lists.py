@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the first plans of cuDNN's lists of candidates, A and B.
 
-    python -m benchmarks.candidate_lists --out docs/benchmarks
+    python -m benchmarks.candidate_lists --out docs/internals/measured
 
 times the first plan of each list, for the convolutions in random calls on one GPU, and
 writes candidate_lists.json and candidate_lists.md there. What a list takes to be made
@@ -129,7 +129,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# cuDNN's lists of candidates",
         "",
-        "Printed by `python -m benchmarks.candidate_lists --out docs/benchmarks`; do "
+        "Printed by `python -m benchmarks.candidate_lists --out "
+        "docs/internals/measured`; do "
         f"not edit. {versions_text(data['environment'])}.",
         "",
         "The time of the first plan of list B over that of list A, for convolutions in",

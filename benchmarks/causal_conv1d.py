@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times causal convolutions with bias and silu, forward and with all gradients.
 
-    python -m benchmarks.causal_conv1d --out docs/benchmarks
+    python -m benchmarks.causal_conv1d --out docs/internals/measured
 
 times, on one GPU, cuDNN's function and XLA's code for `jax_cudnn.causal_conv1d`, the
 same as a depthwise `jax_cudnn.conv` and in plain JAX: as a convolution of JAX's, and as
@@ -201,7 +201,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Causal convolutions",
         "",
-        "Printed by `python -m benchmarks.causal_conv1d --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.causal_conv1d --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Times of `jax_cudnn.causal_conv1d` with bias and silu, by cuDNN's function",

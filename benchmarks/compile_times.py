@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times how long training steps take to compile, beside plain JAX.
 
-    python -m benchmarks.compile_times --out docs/benchmarks
+    python -m benchmarks.compile_times --out docs/internals/measured
 
 writes compile_times.json and compile_times.md there, after every model. Needs optax
 and, for numbers that say anything, an NVIDIA GPU. Each step is traced, lowered and
@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.models.biased import slow_to_compile
+from benchmarks.models.biased import biased, whole_unet
+from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import program
-from benchmarks.models.kits import CudnnKit, PlainKit
+from benchmarks.models.plain_kit import PlainKit
 from benchmarks.models.zoo import Model, Shape, Weights, models
 from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, last_run_text
@@ -43,7 +44,7 @@ _LONGEST_S = 200
 
 
 def _models(*, small: bool) -> list[Model]:
-    every = [*models(small=small), *slow_to_compile(small=small)]
+    every = [*models(small=small), *biased(small=small), whole_unet(small=small)]
     return [model for model in every if model.trains]
 
 
@@ -155,7 +156,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# How long training steps take to compile",
         "",
-        "Printed by `python -m benchmarks.compile_times --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.compile_times --out "
+        "docs/internals/measured`; do not "
         f"edit. {last_run_text(data['environment'])}",
         "",
         "Each training step was traced, lowered and compiled once, untuned, in a",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times convolutions with the batch norms around them as one kernel.
 
-    python -m benchmarks.conv_chains --out docs/benchmarks
+    python -m benchmarks.conv_chains --out docs/internals/measured
 
 times convolutions of ResNet-50 on one GPU: alone, with the sums of its result and of
 its squares as further results (what the next batch norm needs), and behind scale, bias
@@ -225,7 +225,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Convolutions with batch norms around them",
         "",
-        "Printed by `python -m benchmarks.conv_chains --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.conv_chains --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Microseconds of convolutions of ResNet-50: alone; with the sums of the result",

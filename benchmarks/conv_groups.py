@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the ways of writing convolutions in groups, and XLA's code.
 
-    python -m benchmarks.conv_groups --out docs/benchmarks
+    python -m benchmarks.conv_groups --out docs/internals/measured
 
 times convolutions in groups and their gradients on one GPU, as ResNeXts, RegNets and
 ShuffleNets have them: in each way of writing them (legalize/products/conv_groups.py),
@@ -136,7 +136,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Convolutions in groups",
         "",
-        "Printed by `python -m benchmarks.conv_groups --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.conv_groups --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "cuDNN has fast engines for groups of 8, 16, 32, 64 and 128 channels, as many",

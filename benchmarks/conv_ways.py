@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times convolutions of few channels as they are, rewritten, and by XLA.
 
-    python -m benchmarks.conv_ways --out docs/benchmarks
+    python -m benchmarks.conv_ways --out docs/internals/measured
 
 times convolutions of few channels and their gradients on one GPU: as they are and as
 they are rewritten (legalize/products/conv_channels.py, conv_pairs.py), each by cuDNN's
@@ -349,7 +349,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Convolutions of few channels",
         "",
-        "Printed by `python -m benchmarks.conv_ways --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.conv_ways --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "cuDNN's kernels load 8 channels or more at once. Where x has fewer, it is",

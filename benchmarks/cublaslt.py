@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times products with cuBLASLt's epilogues beside cuDNN's plans and XLA's code.
 
-    python -m benchmarks.cublaslt --out docs/benchmarks
+    python -m benchmarks.cublaslt --out docs/internals/measured
 
 times products of the sizes of GPT-2, ViT-B, BERT-large and Llama with what models put
 around them, and f8 products in each layout, on one GPU, and writes cublaslt.json and
@@ -302,7 +302,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Products by cuBLASLt",
         "",
-        "Printed by `python -m benchmarks.cublaslt --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.cublaslt --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         'Microseconds of bf16 and f8 products. "auto" is what runs untuned, "cudnn"',

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the ways of writing depthwise convolutions, and XLA's code.
 
-    python -m benchmarks.depthwise --out docs/benchmarks
+    python -m benchmarks.depthwise --out docs/internals/measured
 
 times depthwise convolutions and their gradients on one GPU, as MobileNets,
 EfficientNets, ConvNeXts and models of sequences have them: as they are, rewritten
@@ -110,7 +110,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Depthwise convolutions",
         "",
-        "Printed by `python -m benchmarks.depthwise --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.depthwise --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "In a depthwise convolution, each channel has filters of its own. cuDNN has",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times activations inside a matmul's or a convolution's kernel.
 
-    python -m benchmarks.epilogues --out docs/benchmarks
+    python -m benchmarks.epilogues --out docs/internals/measured
 
 times one product and one convolution on one GPU with each activation behind it, and
 the product with each activation's gradient. An activation is a node of cuDNN's, or is
@@ -170,7 +170,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Activations within a kernel",
         "",
-        "Printed by `python -m benchmarks.epilogues --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.epilogues --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Microseconds of bf16 kernels by the fastest of cuDNN's first "

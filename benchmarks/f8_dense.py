@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times layers in f8, forward and with all gradients, beside bf16 and bare products.
 
-    python -m benchmarks.f8_dense --out docs/benchmarks
+    python -m benchmarks.f8_dense --out docs/internals/measured
 
 times the four layers of a transformer's block (hidden size 4096, MLP 16384, 15,872
 tokens: the sizes of TransformerEngine's table) on one GPU, and writes f8_dense.json and
@@ -175,7 +175,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Layers in f8",
         "",
-        "Printed by `python -m benchmarks.f8_dense --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.f8_dense --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Microseconds of layers of a transformer's block, forward and with the",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the GPT example with and without f8, from two seeds, and compares the losses.
 
-    python -m benchmarks.f8_training --out docs/benchmarks
+    python -m benchmarks.f8_training --out docs/internals/measured
 
 trains the model of examples/train_gpt.py on its own text, with the blocks' products in
 f8 and without, and writes f8_training.json and f8_training.md there. On a GPU it is
@@ -72,7 +72,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Training with and without f8",
         "",
-        "Printed by `python -m benchmarks.f8_training --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.f8_training --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         f"The model of examples/train_gpt.py ({data['size']}), {data['steps']} steps",

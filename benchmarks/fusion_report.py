@@ -70,7 +70,11 @@ def markdown(data: dict[str, Any]) -> str:
     lines = ["# Fusion benchmarks", "", *_introduction(data), "", "## Goals", ""]
     found = rows(data)
     lines += _goals(found)
-    lines += ["", "[What limits the cells that miss them.](fusion_misses.md)"]
+    lines += [
+        "",
+        "[What limits the cells that miss them.]"
+        "(../internals/measured/fusion_misses.md)",
+    ]
     for group in GROUPS:
         for what, title in ((FORWARD, "forward"), (BOTH, "forward and gradients")):
             wanted = [row for row in found if (row.group, row.what) == (group, what)]

@@ -2,7 +2,7 @@
 """Counts the bytes that the kernels of a training step move, without a GPU.
 
     pip install "jax[cuda13]" flax optax
-    python -m benchmarks.model_bytes --out docs/benchmarks
+    python -m benchmarks.model_bytes --out docs/internals/measured
 
 compiles the training steps of benchmarks/models for an H200, as plain JAX and with
 jax_cudnn untuned, and writes model_bytes.json and model_bytes.md there. Neither the
@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 
+from benchmarks.models.cudnn_kit import CudnnKit
+from benchmarks.models.every import every
 from benchmarks.models.jax_steps import drawn, operations, program
-from benchmarks.models.kits import CudnnKit, PlainKit
-from benchmarks.models.zoo import Model, models
+from benchmarks.models.plain_kit import PlainKit
+from benchmarks.models.zoo import Model
 from benchmarks.records import renewed, write_records
 from benchmarks.xla_code import Compiler, Kernel, start
 
@@ -72,8 +74,8 @@ def markdown(data: dict[str, Any]) -> str:
         "# What training steps move",
         "",
         f"Printed by `{data['command']}`; do not edit. The programs of",
-        f"[whole models](models.md), compiled for an {data['GPU']} with JAX "
-        f"{data['JAX']}. No time was measured here.",
+        f"[whole models](../../benchmarks/models.md), compiled for an "
+        f"{data['GPU']} with JAX {data['JAX']}. No time was measured here.",
         "",
         "A kernel reads each operand and writes each result once. `in calls` is what",
         "cuDNN's and cuBLAS's kernels move. XLA's own code moves the rest. The last",
@@ -101,9 +103,9 @@ def main() -> None:
     file = options.out / _DATA
     if file.exists():
         data["rows"] = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    every = [model for model in models(small=False) if model.trains]
-    order = [model.name for model in every]
-    for model in every:
+    trained = [model for model in every() if model.trains]
+    order = [model.name for model in trained]
+    for model in trained:
         if not re.search(options.only, model.name):
             continue
         print(model.name, flush=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds for which rows cuDNN's norms are faster than XLA's code, on one GPU.
 
-    python -m benchmarks.norm_plans --out docs/benchmarks
+    python -m benchmarks.norm_plans --out docs/internals/measured
 
 tunes norms of many widths and numbers of rows, forward and backward, and writes
 norm_plans.json and norm_plans.md there: for each, the times of XLA's code, of cuDNN's

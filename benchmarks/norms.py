@@ -291,9 +291,10 @@ def cell(work: Workload) -> Cell:
 def _report(count: int | None) -> Report:
     of_random = count is not None
     drawn = f"--random {count} " if of_random else ""
+    folder = "internals/measured" if of_random else "benchmarks"
     return Report(
         name="random_norms" if of_random else "norms",
-        command=f"python -m benchmarks.norms {drawn}--out docs/benchmarks",
+        command=f"python -m benchmarks.norms {drawn}--out docs/{folder}",
         title="Norms of random sizes" if of_random else "Norms",
         comment="What norms take on a GPU, beside XLA's code, PyTorch and tokamax.",
         about=(

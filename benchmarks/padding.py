@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times what it would cost attention not to read NaN and infinities in padding.
 
-    python -m benchmarks.padding --out docs/benchmarks
+    python -m benchmarks.padding --out docs/internals/measured
 
 writes padding.json and padding.md there. cuDNN multiplies the values past a length by
 probabilities of 0, which are NaN where a value is NaN or infinite. Two ways exclude

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times how long plans take: built, read from disk, or from the process's own cache.
 
-    python -m benchmarks.plan_times --out docs/benchmarks
+    python -m benchmarks.plan_times --out docs/internals/measured
 
 writes plan_times.json and plan_times.md there, after every sample. Needs an NVIDIA
 GPU. Every sample of a plan that is built or comes from disk is taken in a process of

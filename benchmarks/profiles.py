@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles contenders: which kernels they launch, and how long each takes.
 
-    python -m benchmarks.profiles --out docs/benchmarks
+    python -m benchmarks.profiles --out docs/internals/measured
 
 runs workloads of the other benchmarks in which a rival is ahead, records a few calls of
 each contender with JAX's profiler, which sees the kernels of the whole process, and
@@ -225,7 +225,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Profiles",
         "",
-        "Printed by `python -m benchmarks.profiles --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.profiles --out "
+        "docs/internals/measured`; do not "
         f"edit. {last_run_text(data['environment'])}",
         "",
         "These are workloads of the other pages in which a rival was ahead. The first",

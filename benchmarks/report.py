@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the reports of all benchmarks: versions, and tables within a page."""
+"""Shared by the reports of all benchmarks: versions."""
 
 import importlib.metadata
 import subprocess
-from pathlib import Path
 
 import jax
 
@@ -56,10 +55,3 @@ def versions_text(versions: dict[str, str]) -> str:
 def last_run_text(versions: dict[str, str]) -> str:
     """Return the versions for a page whose rows name their GPUs."""
     return f"Each row names its GPU. The last run: {versions_text(versions)}."
-
-
-def update_page(page: Path, marks: tuple[str, str], table: str) -> None:
-    """Replace what stands between the marks of a page by a table."""
-    before, _, rest = page.read_text().partition(marks[0])
-    _, _, after = rest.partition(marks[1])
-    page.write_text(f"{before}{marks[0]}\n{table}\n{marks[1]}{after}")

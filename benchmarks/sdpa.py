@@ -3,15 +3,10 @@
 
     python -m benchmarks.sdpa --out docs/benchmarks
 
-writes sdpa.json and sdpa.md there;
+writes sdpa.json and sdpa.md there. Needs an NVIDIA GPU; PyTorch is used where it is
+installed. Operands are random bf16; see timing.py for how times are taken.
 
-    python -m benchmarks.sdpa --readme README.md docs/benchmarks/sdpa.json
-
-puts a table of those numbers between the benchmark marks of a page. Needs an NVIDIA
-GPU; PyTorch is used where it is installed. Operands are random bf16; see timing.py for
-how times are taken.
-
-    python -m benchmarks.sdpa --only bias --out docs/benchmarks
+    python -m benchmarks.sdpa --only bias --out docs/internals/measured
 
 times calls with a bias or a mask alone, with and without the array work that keeps rows
 exact which a bias moves far from 0 (jax_cudnn/legalize/attention/far_rows.py), and
@@ -21,7 +16,6 @@ writes sdpa_bias.json and sdpa_bias.md.
 import argparse
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +27,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks import torch_side
 from benchmarks.records import write_records
-from benchmarks.report import environment, update_page, versions_text
+from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import native
@@ -369,50 +363,12 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-MARKS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
-
-
-def short_table(data: dict[str, Any]) -> str:
-    """A table of ratios to jax.nn with cuDNN, one row a workload."""
-    cells: dict[str, dict[str, Any]] = {}
-    for row in data["rows"]:
-        if row["cell"].startswith((_F32, _BIAS)):
-            continue
-        cells.setdefault(row["cell"], {})[row["contender"]] = row
-    others = ("jax.nn xla", "torch cudnn", "torch flash")
-    versions = versions_text(data["environment"])
-    lines = [
-        f"{versions}. Times relative to `jax.nn` with cuDNN in the same run (median, "
-        "range over rounds); `python -m benchmarks.sdpa` prints them, "
-        "[all of them](docs/benchmarks/sdpa.md).",
-        "",
-        "| workload | jax_cudnn, µs | jax_cudnn | " + " | ".join(others) + " |",
-        "| --- | ---: | --- |" + " ---: |" * len(others),
-    ]
-    for cell, rows in cells.items():
-        ours = rows["jax_cudnn"]
-        span = f"{ours['ratio_low']:.2f}-{ours['ratio_high']:.2f}"
-        line = (
-            f"| {cell} | {ours['median_us']:.0f} | **{ours['ratio']:.2f}** ({span}) |"
-        )
-        for name in others:
-            line += f" {rows[name]['ratio']:.2f} |" if name in rows else " |"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Run all cells and write the report, or put its table into a page."""
+    """Run all cells and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--readme", type=Path, help="the page to update")
     parser.add_argument("--only", choices=["bias"], help="time these alone")
-    parser.add_argument("json", type=Path, nargs="?", help="the numbers to put there")
     options = parser.parse_args()
-    if options.readme is not None:
-        data = json.loads(options.json.read_text())
-        update_page(options.readme, MARKS, short_table(data))
-        return
     rows: list[dict[str, Any]] = []
     if options.only is None:
         rows += run_host()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds on one GPU from which size on cuDNN's attention is faster than XLA's code.
 
-    python -m benchmarks.small_attention --out docs/benchmarks
+    python -m benchmarks.small_attention --out docs/internals/measured
 
 times random attention with few scores by cuDNN's first plan and by XLA's code, and
 writes small_attention.json and small_attention.md there. XLA need not transpose arrays
@@ -97,7 +97,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Small attention",
         "",
-        "Printed by `python -m benchmarks.small_attention --out docs/benchmarks`; do "
+        "Printed by `python -m benchmarks.small_attention --out "
+        "docs/internals/measured`; do "
         f"not edit. {versions_text(data['environment'])}.",
         "",
         "Random attention in 16 bits, by cuDNN's first plan and by XLA's code. The",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds on one GPU from which size on grouped products pay by cuBLASLt.
 
-    python -m benchmarks.small_groups --out docs/benchmarks
+    python -m benchmarks.small_groups --out docs/internals/measured
 
 times grouped products by cuBLASLt and by XLA's code for `jax_cudnn.ragged_dot`, forward
 and with all gradients, and writes small_groups.json and small_groups.md there. From
@@ -104,7 +104,8 @@ def _markdown(data: dict[str, Any]) -> str:
         "",
         "# Small grouped matmuls",
         "",
-        "Printed by `python -m benchmarks.small_groups --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.small_groups --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         "Grouped matmuls in bf16 with random sizes of groups, by cuBLASLt and by",

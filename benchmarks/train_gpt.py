@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a training step of the GPT example on one GPU and on all, beside plain JAX.
 
-    python -m benchmarks.train_gpt --out docs/benchmarks
+    python -m benchmarks.train_gpt --out docs/internals/measured
 
 writes train_gpt.json and train_gpt.md there. The model is that of
 examples/train_gpt.py, under plain `jax.jit`; plain JAX has cuDNN's attention from
@@ -42,9 +42,10 @@ from language.training import Trainer
 
 OURS, PLAIN = "jax_cudnn", "plain JAX"
 _OTHER_GPT = (
-    "GPT-2 small in [models.md](models.md) has another ratio, since it is another "
-    f"configuration: its vocabulary has 50,304 tokens instead of {VOCABULARY} bytes, "
-    "and `plans.autotune` has tuned its plans, which was not done here."
+    "GPT-2 small in [models.md](../../benchmarks/models.md) has another ratio, since "
+    "it is another configuration: its vocabulary has 50,304 tokens instead of "
+    f"{VOCABULARY} bytes, and `plans.autotune` has tuned its plans, which was not done "
+    "here."
 )
 # Losses of contenders differ by rounding only, over the steps that are compared.
 _STEPS, _BOUND = 10, 0.02

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what `plans.autotune` picks against a second timing of all plans.
 
-    python -m benchmarks.tuner_check [--cells REGEX] [--out docs/benchmarks]
+    python -m benchmarks.tuner_check [--cells REGEX] [--out docs/internals/measured]
 
 For each contraction of the cells (benchmarks/fusion_cells.py, forward and gradients):
 the tuner's plan against the best of all of cuDNN's candidates for the same way of
@@ -113,7 +113,7 @@ def main() -> None:
     """Check, and write both forms of the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", default=_CELLS)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--out", type=Path, default=Path("docs/internals/measured"))
     options = parser.parse_args()
     plans.set_cache(None)
     choices.table().clear()

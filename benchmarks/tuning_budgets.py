@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what `plans.autotune` finds in how many seconds.
 
-    python -m benchmarks.tuning_budgets --out docs/benchmarks
+    python -m benchmarks.tuning_budgets --out docs/internals/measured
 
 tunes the training steps of some models (benchmarks/models) with several budgets, each
 in a process of its own that knows no choices, and times the program beside that by XLA
@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
+from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import drawn, program
-from benchmarks.models.kits import CudnnKit
 from benchmarks.models.zoo import models
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
@@ -99,11 +99,13 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Tuning for some seconds",
         "",
-        "Printed by `python -m benchmarks.tuning_budgets --out docs/benchmarks`; do "
+        "Printed by `python -m benchmarks.tuning_budgets --out "
+        "docs/internals/measured`; do "
         f"not edit. {versions_text(data['environment'])}.",
         "",
         "`plans.autotune(step, ..., budget_s=seconds)` of whole training steps, as in",
-        "[Whole models](models.md), each in a process of its own. The program's times",
+        "[Whole models](../../benchmarks/models.md), each in a process of its own. "
+        "The program's times",
         "are those that the tuner measures at its end, in turns. Left are the calls",
         "that were not measured, which run as untuned in each version. XLA runs the",
         "others in the last column, but for those that take it over three times as",

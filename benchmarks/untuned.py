@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares "auto" without tuning with XLA, in random calls on one GPU.
 
-    python -m benchmarks.untuned --out docs/benchmarks
+    python -m benchmarks.untuned --out docs/internals/measured
 
 times random calls as they run without any choice of the tuner, and with XLA's code, and
 writes untuned.json and untuned.md there. With `--in-groups`, the calls are convolutions
@@ -121,7 +121,8 @@ def markdown(data: dict[str, Any], of: _Calls) -> str:
         "",
         f"# {of.heading}",
         "",
-        f"Printed by `python -m benchmarks.untuned{of.option} --out docs/benchmarks`; "
+        f"Printed by `python -m benchmarks.untuned{of.option} --out "
+        "docs/internals/measured`; "
         f"do not edit. {versions_text(data['environment'])}.",
         "",
         f"{len(data['rows'])} random {of.told},",

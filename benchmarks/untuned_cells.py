@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares "auto" without tuning with XLA in the cells of the fusion benchmarks.
 
-    python -m benchmarks.untuned_cells --out docs/benchmarks
+    python -m benchmarks.untuned_cells --out docs/internals/measured
 
 times each cell of fusion_cells.py as it runs without any choice of the tuner, and as a
 user of JAX writes it, and writes untuned_cells.json and untuned_cells.md there. With
@@ -93,10 +93,12 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Cells without tuning",
         "",
-        "Printed by `python -m benchmarks.untuned_cells --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.untuned_cells --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
-        "The convolutions and products of [fusion.md](fusion.md) as they run with",
+        "The convolutions and products of [fusion.md](../../benchmarks/fusion.md) "
+        "as they run with",
         '`implementation="auto"`, no choice of the tuner, and the',
         "[rules](rules.md) that are in force now. The ratio is to what a user of JAX",
         "writes, by XLA, in the same run: below 1 is faster. Where users write it in",

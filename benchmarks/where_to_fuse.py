@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times what may be fused into cuDNN's kernels, for docs/internals/design.md.
 
-    python -m benchmarks.where_to_fuse [--out docs/benchmarks]
+    python -m benchmarks.where_to_fuse [--out docs/internals/measured]
 
 The gradient of a bf16 matmul with bias and activation is taken apart: the activation's
 gradient with the bias sum, in XLA and as one cuDNN graph; and that of an operand from
@@ -254,7 +254,8 @@ def main() -> None:
     rows = measure()
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Written by python -m benchmarks.where_to_fuse --out docs/benchmarks -->",
+        "<!-- Written by python -m benchmarks.where_to_fuse --out "
+        "docs/internals/measured -->",
         "# What belongs into cuDNN's kernels",
         "",
         f"{versions_text(environment())}. The matmul is bf16 ({_ROWS}, {_SUMS}) x "

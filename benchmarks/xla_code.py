@@ -2,7 +2,7 @@
 """Counts the bytes that XLA's code of an operation moves on a GPU, without a GPU.
 
     pip install "jax[cuda13]" flax
-    python -m benchmarks.xla_code --out docs/benchmarks
+    python -m benchmarks.xla_code --out docs/internals/measured
 
 compiles each workload for an H200, once as plain JAX and once as jax_cudnn has it where
 no cuDNN is, and writes xla_code.json and xla_code.md there. The programs are XLA's,
@@ -151,7 +151,7 @@ class Compiler:
         """Describe a GPU to XLA, by its name."""
         gpu = offline.find(name)
         topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=_described(gpu)
+            platform="cuda", topology="1x1x1", target_config=described(gpu)
         )
         self._sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -175,7 +175,7 @@ class Compiler:
         )
 
 
-def _described(gpu: offline.GpuDescription) -> str:
+def described(gpu: offline.GpuDescription) -> str:
     """Return a GPU in the form in which XLA reads it."""
     has: Mapping[str, Any] = json.loads(gpu.properties)
     major, minor = divmod(gpu.sm_version, 10)
@@ -422,7 +422,7 @@ def start(
     # JAX's check of the driver's libraries, which are not here.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     data: dict[str, Any] = {
-        "command": f"python -m benchmarks.{name} --out docs/benchmarks",
+        "command": f"python -m benchmarks.{name} --out docs/internals/measured",
         "GPU": _GPU,
         "JAX": jax.__version__,
         "rows": [],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times what jax_cudnn runs through XLA beside what a user of JAX writes, on one GPU.
 
-    python -m benchmarks.xla_forms --out docs/benchmarks
+    python -m benchmarks.xla_forms --out docs/internals/measured
 
 times each operation with `implementation="xla"` and as plain JAX has it, in turns, and
 writes xla_forms.json and xla_forms.md there: forward, with the gradients of all
@@ -174,7 +174,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# XLA's form of operations beside plain JAX",
         "",
-        "Printed by `python -m benchmarks.xla_forms --out docs/benchmarks`; do not "
+        "Printed by `python -m benchmarks.xla_forms --out "
+        "docs/internals/measured`; do not "
         f"edit. {versions_text(data['environment'])}.",
         "",
         'Operations with `implementation="xla"`, and as a user of JAX writes them. All',

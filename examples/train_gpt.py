@@ -17,6 +17,7 @@ from typing import get_args
 from gpt.layout import Parallel, choose_layout
 from gpt.settings import SIZES
 from gpt.task import gpt_task
+from language import processes
 from language.arguments import check_common, choose_settings, common_parser
 from language.program import corpus_of, run_task
 from language.training import TrainState
@@ -24,6 +25,7 @@ from language.training import TrainState
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Return the arguments, with settings and layout, or end the program."""
+    processes.join(argv)
     parser = common_parser(__doc__, SIZES, "small", "train_gpt")
     parser.add_argument(
         "--parallel",
@@ -53,14 +55,15 @@ def run(argv: list[str] | None = None) -> TrainState:
     """Train as the arguments say, and return the last state."""
     arguments = parse_arguments(argv)
     settings, layout = arguments.settings, arguments.layout
-    return run_task(
-        gpt_task(settings, layout),
-        corpus_of(arguments.text, settings),
-        arguments,
-        name="GPT-2",
-        model=f"{settings.heads} heads",
-        how=f"{layout.parallel}-parallel",
-    )
+    with processes.first_alone_prints():
+        return run_task(
+            gpt_task(settings, layout),
+            corpus_of(arguments.text, settings),
+            arguments,
+            name="GPT-2",
+            model=f"{settings.heads} heads",
+            how=f"{layout.parallel}-parallel",
+        )
 
 
 if __name__ == "__main__":

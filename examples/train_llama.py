@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from language import processes
 from language.arguments import (
     check_common,
     check_positive,
@@ -34,6 +35,7 @@ from llama.weights import load_weights, read_config, save_weights
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Return the arguments, with settings and layout, or end the program."""
+    processes.join(argv)
     parser = common_parser(__doc__, SIZES, "1B", "train_llama")
     add = parser.add_argument
     for name in ("key-heads", "hidden", "vocabulary"):
@@ -128,14 +130,21 @@ def _settings(arguments: argparse.Namespace) -> LlamaSettings:
 def run(argv: list[str] | None = None) -> TrainState:
     """Train as the arguments say, and return the last state."""
     arguments = parse_arguments(argv)
+    with processes.first_alone_prints():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> TrainState:
     settings, layout = arguments.settings, arguments.layout
-    task = llama_task(settings, layout)
+    corpus = corpus_of(arguments.text, settings)
+    most = corpus.most_documents(settings.context) if settings.packed else None
+    task = llama_task(settings, layout, most)
     params = None
     if arguments.load_weights is not None:
         params = load_weights(arguments.load_weights, task)
     state = run_task(
         task,
-        corpus_of(arguments.text, settings),
+        corpus,
         arguments,
         name="Llama-2",
         model=f"{settings.heads} heads on {settings.key_heads} key heads",

@@ -3,11 +3,12 @@
 
     python -m scripts.default_rules
 
-reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json, untuned_mlps.json and
-untuned_groups.json, which have kernels of random calls on a GPU (what is measured now
-is by `jax-cudnn calibrate --thorough`), and the choices that are shipped for the cells
-of the fusion benchmarks. It writes the kernels of
-jax_cudnn/data/policy/sm90-cudnn9.19.json and docs/benchmarks/rules.md. It needs no GPU.
+reads untuned_parts.json, untuned_few_rows.json, untuned_mlps.json and
+untuned_groups.json in docs/internals/measured, which have kernels of random calls on a
+GPU (what is measured now is by `jax-cudnn calibrate --thorough`), and the choices that
+are shipped for the cells of the fusion benchmarks. It writes the kernels of
+jax_cudnn/data/policy/sm90-cudnn9.19.json and docs/internals/measured/rules.md. It
+needs no GPU.
 
 The kernels that were measured are written one by one, with the plans that are to go
 first and the engines that are slow (jax_cudnn/calibration/rules.py). The page says
@@ -29,12 +30,13 @@ from scripts.judged_rules import Judged, judged, of_cells
 
 _ROOT = Path(__file__).resolve().parent.parent
 # Up to this version, cuDNN lists the same engines for products in the same order, and
-# the kernels that go first were as much faster (docs/benchmarks/plan_changes.md and
-# calibration_sm90-cudnn9.28.json).
+# the kernels that go first were as much faster (plan_changes.md and
+# calibration_sm90-cudnn9.28.json in docs/internals/measured).
 _SAME_TO = {"matmul": 92801}
 _MEASURED = ("parts", "few_rows", "mlps", "groups")
 _TABLE = _ROOT / "jax_cudnn" / "data" / "policy" / "sm90-cudnn9.19.json"
-_PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
+_TIMES = _ROOT / "docs" / "internals" / "measured"
+_PAGE = _TIMES / "rules.md"
 
 
 def _table(found: Sequence[Judged]) -> Iterator[str]:
@@ -180,11 +182,10 @@ def _power(number: float) -> str:
 
 def main() -> None:
     """Write the rules and their page."""
-    folder = _ROOT / "docs" / "benchmarks"
     rows: list[dict[str, Any]] = []
     environments: list[dict[str, str]] = []
     for name in _MEASURED:
-        measured = json.loads((folder / f"untuned_{name}.json").read_text())
+        measured = json.loads((_TIMES / f"untuned_{name}.json").read_text())
         versions = measured["environment"]
         found_here = list(_each_once(on_this_gpu(measured["rows"], versions)))
         rows += found_here

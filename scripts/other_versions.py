@@ -3,10 +3,10 @@
 
     python -m scripts.other_versions
 
-writes docs/benchmarks/other_versions.md. The kernels of the package's table for the
-newest cuDNN are judged by those of the older table of their architecture, by each
-other, and by both, as "auto" does. A kernel is not judged by itself, nor by those that
-were measured right before and after it, which may be of the same call.
+writes docs/internals/measured/other_versions.md. The kernels of the package's table
+for the newest cuDNN are judged by those of the older table of their architecture, by
+each other, and by both, as "auto" does. A kernel is not judged by itself, nor by those
+that were measured right before and after it, which may be of the same call.
 """
 
 import json
@@ -23,7 +23,7 @@ from jax_cudnn.policy import evidence, tables
 from jax_cudnn.policy.nearest import FAR, LOSS, Measured, verdict_of
 from jax_cudnn.policy.tables import OTHER_CUDNN, Table
 
-_FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
+_FOLDER = Path(__file__).parents[1] / "docs" / "internals" / "measured"
 _BESIDE = 3
 # What takes longer than this is a great loss.
 _GREAT = 1.3

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of README.md and docs/, from the benchmarks' data and the masks.
 
-It also writes the sentence between the marks `gain` of README.md and docs/index.md.
+It also writes what stands between the marks `gain` of README.md and docs/index.md.
 
 Run from the repository's root: `python -m scripts.pictures`. It needs matplotlib and no
 GPU. Each picture carries a digest of what it shows, so a test sees when one is old.
@@ -9,23 +9,27 @@ GPU. Each picture carries a digest of what it shows, so a test sees when one is 
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+MEASURED = ROOT / "docs" / "internals" / "measured"
 FOLDER = ROOT / "docs" / "pictures"
 
-_COLOURS = {
-    "jax_cudnn": "#2a7d2e",
-    "untuned": "#9ccc9e",
-    "torch cudnn": "#d9791e",
-    "torch": "#d9791e",
-    "torch flash": "#f0b47a",
-    "jax.nn xla": "#7a8794",
+# Contenders, in the order in which they are drawn.
+CONTENDERS = {
+    "jax_cudnn": "jax_cudnn",
+    "untuned": "jax_cudnn, untuned",
+    "torch": "PyTorch, compiled",
+    "torch cudnn": "PyTorch, cuDNN",
+    "torch flash": "PyTorch, flash",
+    "jax.nn xla": "jax.nn, XLA",
+    "time": "time of a training step",
+    "memory": "memory that it needs",
 }
-_BACKGROUND, _INK, _GRID = "white", "#222222", "#dddddd"
 
 
 class Dot(NamedTuple):
@@ -36,24 +40,34 @@ class Dot(NamedTuple):
     high: float
 
 
-# A row of a panel: what was run, and the ratio of each contender.
-Row = tuple[str, dict[str, Dot]]
+# A row of a panel: what was run, and the ratios of each contender, one for each size.
+Row = tuple[str, dict[str, list[Dot]]]
 
 
 class Panel(NamedTuple):
-    """Rows of dots beside one another, all relative to the same contender."""
+    """Rows of dots, all relative to the same contender."""
 
     title: str
     axis: str
     rows: list[Row]
-    largest: float  # ratios beyond are written beside the panel
+    smallest: float
+    largest: float  # ratios beyond are written at the edge
+    is_one_lane: bool = False  # whether the dots of a row share one line
+
+
+def _whole(title: str, axis: str, rows: list[Row], **more: bool) -> Panel:
+    """Return a panel of whole models, as wide as the lowest ratio asks for."""
+    lows = [dot.low for _, row in rows for dots in row.values() for dot in dots]
+    smallest = max(x for x in (0.1, 0.2, 0.3, 0.4, 0.5) if x <= min(lows))
+    return Panel(title, axis, rows, smallest, 1.5, **more)
 
 
 # --- data -----------------------------------------------------------------------------
 
 
 def _read(name: str) -> Any:
-    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    folder = next(x for x in (BENCHMARKS, MEASURED) if (x / f"{name}.json").exists())
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _dot(entry: Mapping[str, float]) -> Dot:
@@ -63,66 +77,183 @@ def _dot(entry: Mapping[str, float]) -> Dot:
 
 def attention(ending: str) -> list[Row]:
     """Return the 16-bit cells of attention whose name has that ending."""
-    rows: dict[str, dict[str, Dot]] = {}
+    rows: dict[str, dict[str, list[Dot]]] = {}
     for entry in _read("sdpa")["rows"]:
         cell, contender = entry["cell"], entry["contender"]
-        if cell.startswith("(") and cell.endswith(ending) and contender in _COLOURS:
-            rows.setdefault(cell.removesuffix(ending), {})[contender] = _dot(entry)
+        if cell.startswith("(") and cell.endswith(ending) and contender in CONTENDERS:
+            row = rows.setdefault(cell.removesuffix(ending), {})
+            row.setdefault(contender, []).append(_dot(entry))
     return list(rows.items())
 
 
 def fusion(groups: Iterable[str], direction: str) -> list[Row]:
     """Return these groups of convolutions and matmuls, in one direction."""
     rows = []
+    found = {"jax_cudnn": "tuned", "untuned": "untuned", "torch": "torch"}
     for cell in _read("fusion")["cells"]:
         if cell["group"] in groups and direction in cell["results"]:
             times = cell["results"][direction]["contenders"]
-            found = {"jax_cudnn": "tuned", "untuned": "untuned", "torch": "torch"}
-            dots = {a: _dot(times[b]) for a, b in found.items() if times.get(b)}
+            dots = {a: [_dot(times[b])] for a, b in found.items() if times.get(b)}
             rows.append((cell["name"], dots))
     return rows
 
 
-def models() -> list[Row]:
-    """Return the whole models, relative to plain JAX."""
+def models(what: str) -> list[Row]:
+    """Return training or inference of the whole models, relative to plain JAX."""
     found = {"tuned": "jax_cudnn", "untuned": "untuned", "torch compiled": "torch"}
-    rows: dict[str, dict[str, Dot]] = {}
+    rows: dict[str, dict[str, list[Dot]]] = {}
     for entry in _read("models")["rows"]:
-        if (contender := found.get(entry["contender"])) is not None:
-            name = f"{entry['model']}, {entry['what']}"
-            rows.setdefault(name, {})[contender] = _dot(entry)
+        contender = found.get(entry["contender"])
+        if contender is not None and entry["what"] == what:
+            name = (
+                "Llama-like, decoding" if entry["model"] == "decode" else entry["model"]
+            )
+            rows.setdefault(name, {})[contender] = [_dot(entry)]
     return list(rows.items())
 
 
-def gain() -> str:
-    """Return in a sentence what a user gains, as the data say it."""
-    pairs = [
-        [row["jax_cudnn"].median for _, row in attention(e)]
-        for e in (" fwd", " fwd+bwd")
+# --- rows that can be read ------------------------------------------------------------
+
+_NAMES = {"relu": "ReLU", "silu": "SiLU", "gelu": "GELU"}
+
+
+def _sizes(cell: str) -> str:
+    """Return in words which attention a cell is: (8,2048,16h,64) causal."""
+    batch, tokens, heads, size, rest = re.fullmatch(
+        r"\((\d+),(\d+),(\d+h|\d+h:\d+),(\d+)\)(.*)", cell
+    ).groups()  # type: ignore[union-attr]
+    queries, _, keys = heads.partition("h:")
+    heads = f"{queries} heads ({keys} for keys)" if keys else f"{queries[:-1]} heads"
+    rest = "causal" if rest == " causal" else "with a bias"
+    tokens = f"{batch} \N{MULTIPLICATION SIGN} {int(tokens):,} tokens"
+    return f"{tokens}, {heads} of {size}, {rest}"
+
+
+def _kind(name: str) -> str:
+    """Return in words which operation it is, of whatever size."""
+    if name.startswith("("):
+        return "Causal" if name.endswith(" causal") else "With a bias"
+    operation, then = re.fullmatch(r"(.*?) \(.*?\)(.*)", name).groups()  # type: ignore[union-attr]
+    if then == " bf16 x i8":
+        return "Matmul of bf16 and int8"
+    word = "Matmul" if operation == "matmul" else "Convolution"
+    if "depthwise" in operation:
+        word = "Depthwise convolution"
+    elif "groups" in operation:
+        word += f" in {operation.split()[-1]} groups"
+    return " + ".join([word, *(_NAMES.get(x, x) for x in then.split("+")[1:])])
+
+
+def _by_kind(rows: Iterable[Row]) -> list[Row]:
+    """Return a row for each operation, with the dots of all its sizes."""
+    found: dict[str, dict[str, list[Dot]]] = {}
+    for name, dots in rows:
+        row = found.setdefault(_kind(name), {})
+        for contender, each in dots.items():
+            row.setdefault(contender, []).extend(each)
+    return [
+        (f"{name} ({n} sizes)" if (n := len(row["jax_cudnn"])) > 1 else name, row)
+        for name, row in found.items()
     ]
-    ours = [ratio for pair in pairs for ratio in pair]
-    silu = [
-        row["jax_cudnn"].median
-        for name, row in fusion(["conv"], "fwd")
-        if name.endswith("+bias+silu")
+
+
+def _without(rows: Iterable[Row], *contenders: str) -> list[Row]:
+    return [
+        (name, {key: dots for key, dots in row.items() if key not in contenders})
+        for name, row in rows
     ]
-    steps = {
-        name.removesuffix(", train"): row["jax_cudnn"].median
-        for name, row in models()
-        if name.endswith(", train")
+
+
+# --- what whole models gain -----------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """An untuned training step: its time and its memory, relative to plain JAX's."""
+
+    name: str
+    gpu: str
+    time: Dot
+    memory: Dot
+
+
+def steps() -> list[Step]:
+    """Return the training steps of the whole models, those that gain most first.
+
+    Of two plain programs, the faster one is what they are compared with.
+    """
+    data = _read("models")
+    trained = [row for row in data["rows"] if row["what"] == "train"]
+    plain = {
+        row["model"]: row
+        for row in sorted(trained, key=lambda row: -row["ms"])
+        if row["contender"].startswith("plain JAX")
     }
-    return (
-        f"On an H200, attention takes {min(ours):.2f} to {max(ours):.2f} of the time "
-        "of `jax.nn` with cuDNN. After `plans.autotune`, a convolution with bias and "
-        f"SiLU takes {min(silu):.2f} to {max(silu):.2f} of XLA's time. Training steps "
-        f"of {len(steps)} whole models take {min(steps.values()):.2f} to "
-        f"{max(steps.values()):.2f} of plain JAX's, on H100s for most, and that of "
-        f"GPT-2 small {steps['GPT-2 small']:.2f}."
+    found = []
+    for row in trained:
+        if row["contender"] == "untuned":
+            memory = round(row["mib"] / plain[row["model"]]["mib"], 3)
+            dots = _dot(row), Dot(memory, memory, memory)
+            found.append(Step(row["model"], row["GPU"].split()[1], *dots))
+    return sorted(found, key=lambda step: step.time.median)
+
+
+def panels_of_steps() -> list[Panel]:
+    """Return the panel of time and memory of the training steps."""
+    rows: list[Row] = [
+        (step.name, {"time": [step.time], "memory": [step.memory]}) for step in steps()
+    ]
+    title, axis = "Untuned training steps", "jax_cudnn / plain JAX"
+    return [_whole(title, axis, rows, is_one_lane=True)]
+
+
+def _compared(ratio: float, what: str) -> str:
+    percent = round(100 * (ratio - 1))
+    if 45 <= percent + 100 <= 55:
+        return f"half of the {what}"
+    if not percent:
+        return f"the same {what}"
+    return f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]][len(parts) == 1 :])
+
+
+def gain() -> str:
+    """Return what users gain in whole models, as the data say it."""
+    found = steps()
+    gpus = " and ".join(f"{gpu}s" for gpu in sorted({step.gpu for step in found}))
+    faster = [step for step in found if round(step.time.median, 2) <= 0.95]
+    smaller = [step for step in found if round(step.memory.median, 2) <= 0.95]
+    losses = [
+        f"{step.name} {verb} {_compared(ratio, what)}"
+        for what, verb in (("time", "takes"), ("memory", "needs"))
+        for step in found
+        if round(ratio := getattr(step, what).median, 2) > 1
+    ]
+    lines = [
+        "Training steps with jax_cudnn, untuned, compared with plain JAX and its own "
+        f"cuDNN attention, on {gpus}:",
+        "",
+    ]
+    lines += [
+        f"- {step.name}: {_compared(step.time.median, 'time')} and "
+        f"{_compared(step.memory.median, 'memory')}"
+        for step in faster[:5]
+    ]
+    takes = "takes" if len(faster) == 1 else "take"
+    needs = "needs" if len(smaller) == 1 else "need"
+    counted = (
+        f"Of {len(found)} models, {len(faster)} {takes} at least 5 % less time, and "
+        f"{len(smaller)} {needs} at least 5 % less memory."
     )
+    if losses:
+        counted += f" But {_listed(losses)}."
+    return "\n".join([*lines, "", counted])
 
 
 def with_gain(text: str) -> str:
-    """Return the text of a page with the sentence between its marks."""
+    """Return the text of a page with what is gained between its marks."""
     first, second = "<!-- gain -->", "<!-- /gain -->"
     before, _, rest = text.partition(first)
     return f"{before}{first}\n{gain()}\n{second}{rest.partition(second)[2]}"
@@ -132,41 +263,56 @@ def panels() -> dict[str, list[Panel]]:
     """Return the panels of each picture of ratios."""
     to_jax, to_xla = "time / jax.nn with cuDNN", "time / XLA"
     both = {"fwd": "forward", "fwd+bwd": "forward and gradients"}
-    found = {
+
+    def attentions(direction: str) -> list[Row]:
+        return [(_sizes(name), row) for name, row in attention(f" {direction}")]
+
+    def products(direction: str, *groups: str) -> list[Row]:
+        return _by_kind(fusion(groups, direction))
+
+    networks = {"ResNet-50": "resnet50", "ConvNeXt-T": "convnext"}
+    return {
+        "steps": panels_of_steps(),
         "speed": [
-            Panel("Attention, forward and gradients", to_jax, attention(" fwd+bwd"), 2),
+            Panel(
+                "Attention, forward and gradients",
+                to_jax,
+                _without(_by_kind(attention(" fwd+bwd")), "jax.nn xla"),
+                0.8,
+                2,
+            ),
             Panel(
                 "Convolutions and matmuls, forward",
                 to_xla,
-                [
-                    (
-                        name,
-                        {
-                            key: dots[key]
-                            for key in ("jax_cudnn", "torch")
-                            if key in dots
-                        },
-                    )
-                    for name, dots in fusion(["conv", "matmul"], "fwd")
-                ],
-                2,
+                _without(products("fwd", "conv", "matmul"), "untuned"),
+                0.4,
+                2.5,
             ),
         ],
-        "models": [Panel("Whole models", "time / plain JAX", models(), 1.2)],
+        "models": [
+            _whole("Training", "time / plain JAX", models("train")),
+            _whole("Inference", "time / plain JAX", models("infer")),
+        ],
         "attention": [
-            Panel(f"Attention, {word}", to_jax, attention(f" {key}"), 2)
+            Panel(f"Attention, {word}", to_jax, attentions(key), 0.8, 2)
+            for key, word in both.items()
+        ],
+        "products": [
+            Panel(
+                word.capitalize(),
+                to_xla,
+                products(key, "conv", "matmul", "mlp"),
+                0.4,
+                2.5,
+            )
+            for key, word in both.items()
+        ],
+        "networks": [
+            Panel(f"{name}, {word}", to_xla, products(key, group), 0.5, 2.5)
+            for name, group in networks.items()
             for key, word in both.items()
         ],
     }
-    for name, groups in {
-        "products": ["conv", "matmul", "mlp"],
-        "networks": ["resnet50", "convnext"],
-    }.items():
-        found[name] = [
-            Panel(word.capitalize(), to_xla, fusion(groups, key), 2.6)
-            for key, word in both.items()
-        ]
-    return found
 
 
 def _parallel() -> list[tuple[str, list[tuple[str, float]]]]:
@@ -226,7 +372,7 @@ def _masks() -> list[tuple[str, list[str]]]:
     return found
 
 
-# --- drawing --------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------
 
 
 def digest(shown: Any) -> str:
@@ -245,152 +391,20 @@ def contents() -> dict[str, Any]:
     }
 
 
-def _draw_panels(figure: Any, shown: Sequence[Panel]) -> None:
-    heights = [len(panel.rows) for panel in shown]
-    figure.set_size_inches(8, 0.27 * sum(heights) + 0.9 * len(shown))
-    axes = figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axis, panel in zip(axes, shown, strict=True):
-        axis.axvline(1, color=_INK, linewidth=1)
-        for place, (_, dots) in enumerate(panel.rows):
-            for contender, dot in reversed(dots.items()):
-                _draw_dot(axis, place, contender, dot, panel.largest)
-        axis.set_yticks(range(len(panel.rows)), [name for name, _ in panel.rows])
-        axis.set_ylim(len(panel.rows) - 0.5, -0.5)
-        axis.set_xlim(0, panel.largest)
-        axis.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
-        axis.set_xlabel(f"{panel.axis} (lower is faster)")
-        axis.grid(axis="x", color=_GRID, zorder=0)
-    names = dict.fromkeys(
-        name for panel in shown for _, dots in panel.rows for name in dots
-    )
-    handles = [
-        axes[0].plot([], [], "o", color=_COLOURS[name], label=name)[0] for name in names
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
-
-
-def _draw_dot(axis: Any, place: int, contender: str, dot: Dot, largest: float) -> None:
-    colour = _COLOURS[contender]
-    if dot.median > largest:
-        axis.text(
-            1.01,
-            place,
-            f"{contender} {dot.median:.1f}",
-            transform=axis.get_yaxis_transform(),
-            va="center",
-            color=colour,
-            fontsize=7,
-        )
-        return
-    axis.plot(
-        [dot.low, dot.high], [place, place], color=colour, linewidth=1.5, zorder=2
-    )
-    size = 7 if contender == "jax_cudnn" else 5
-    axis.plot([dot.median], [place], "o", color=colour, markersize=size, zorder=3)
-
-
-def _draw_parallel(figure: Any, shown: Any) -> None:
-    figure.set_size_inches(8, 2.6)
-    for axis, (title, rows) in zip(
-        figure.subplots(1, 2, sharey=True), shown, strict=True
-    ):
-        names, values = zip(*rows, strict=True)
-        bars = axis.barh(names, [100 * x for x in values], color=_COLOURS["jax_cudnn"])
-        axis.bar_label(bars, fmt="%.0f %%", padding=-28, color="white")
-        axis.set_ylim(len(rows) - 0.5, -0.5)
-        axis.set_xlim(0, 100)
-        axis.set_title(title.capitalize(), loc="left", fontsize=10, fontweight="bold")
-        axis.set_xlabel("efficiency of 2 GPUs, %")
-
-
-def _draw_losses(figure: Any, shown: Mapping[str, Sequence[float]]) -> None:
-    figure.set_size_inches(5, 2.6)
-    axis = figure.subplots()
-    styles = {
-        "jax_cudnn": {"color": _COLOURS["jax_cudnn"], "linewidth": 4, "alpha": 0.6}
-    }
-    for name, losses in shown.items():
-        style = styles.get(name, {"color": _INK, "linestyle": "--"})
-        axis.plot(range(1, len(losses) + 1), losses, label=name, **style)
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss, nats a byte")
-    axis.grid(color=_GRID)
-    axis.legend(frameon=False)
-
-
-def _draw_losses_in_f8(figure: Any, shown: Sequence[Mapping[str, Any]]) -> None:
-    figure.set_size_inches(5, 2.8)
-    axis = figure.subplots()
-    for line in shown:
-        is_f8 = line["is_f8"]
-        axis.plot(
-            line["steps"],
-            line["losses"],
-            label=line["name"],
-            color=_COLOURS["jax_cudnn"] if is_f8 else _INK,
-            linestyle="-" if line["seed"] == 0 else ":",
-            linewidth=3 if is_f8 else 1.2,
-            alpha=0.6 if is_f8 else 1,
-        )
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss, nats a byte")
-    axis.grid(color=_GRID)
-    axis.legend(frameon=False)
-
-
-def _draw_masks(figure: Any, shown: Sequence[tuple[str, Sequence[str]]]) -> None:
-    figure.set_size_inches(8, 3.4)
-    for axis, (title, rows) in zip(
-        figure.subplots(2, len(shown) // 2).flat, shown, strict=True
-    ):
-        seen = [[letter == "x" for letter in row] for row in rows]
-        axis.imshow(seen, cmap="Greens", vmin=-0.1, vmax=1.4, interpolation="nearest")
-        axis.set_title(title, fontsize=9, family="monospace")
-        axis.set_xlabel("key", fontsize=8)
-        axis.set_ylabel("query", fontsize=8)
-        axis.set(xticks=(), yticks=())
-
-
-_DRAWERS = {
-    "parallel": _draw_parallel,
-    "losses": _draw_losses,
-    "f8_losses": _draw_losses_in_f8,
-    "masks": _draw_masks,
-}
-
-
-def files() -> Iterator[Path]:
-    """Write all pictures, and yield their files."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams.update(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": "jax_cudnn",
-            "font.family": ["sans-serif"],
-            "font.size": 8,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
-    FOLDER.mkdir(exist_ok=True)
-    for name, shown in contents().items():
-        figure = Figure(layout="constrained", facecolor=_BACKGROUND)
-        _DRAWERS.get(name, _draw_panels)(figure, shown)
-        path = FOLDER / f"{name}.svg"
-        # Without a date, so that drawing again changes nothing.
-        about = {"Date": None, "Description": digest(shown), "Creator": None}
-        figure.savefig(path, metadata=about)
-        lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("\n".join(line.rstrip() for line in lines) + "\n", "utf-8")
-        yield path
-
-
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Write all pictures, and what the pages say of them."""
+    from scripts import drawing  # needs matplotlib, which a test of the data does not
+
     for page in PAGES:
         page.write_text(with_gain(page.read_text("utf-8")), "utf-8")
-    for file in files():
+    for name, shown in contents().items():
+        file = FOLDER / f"{name}.svg"
+        drawing.draw(name, shown, digest(shown), file)
         print(f"{file.relative_to(ROOT)}: {file.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

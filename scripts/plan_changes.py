@@ -8,10 +8,10 @@
 Recording asks the installed cuDNN for the candidates of the kernels of random calls, on
 this machine's GPU, or with `--gpu H100` on one that need not be here: then without the
 engines that are compiled for a GPU at hand. The last command writes
-docs/benchmarks/plan_changes.md: for each kind of kernel, how often both versions list
-the same engine first, which engines came and went, and whose knobs changed. What is
-kept of one version, such as the choices of the tuner and the engines that a table
-names, holds for the other as far as these agree.
+docs/internals/measured/plan_changes.md: for each kind of kernel, how often both
+versions list the same engine first, which engines came and went, and whose knobs
+changed. What is kept of one version, such as the choices of the tuner and the engines
+that a table names, holds for the other as far as these agree.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jax_cudnn.lowering.devices import gpu_for
 from jax_cudnn.policy import ranked
 from jax_cudnn.policy.nearest import family_of
 
-_PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "plan_changes.md"
+_PAGE = Path(__file__).parents[1] / "docs/internals/measured/plan_changes.md"
 
 
 def record(gpu: str, count: int) -> dict[str, Any]:

@@ -4,9 +4,10 @@
     make docs && python scripts/screenshots.py
     python scripts/screenshots.py --only terminal
 
-The site is shown by a browser at the width of a desktop and of a phone, for
-docs/pictures/site; this needs Chromium and pillow. What is printed is shown as a
-terminal of 80 columns has it, for docs/pictures/terminal; this needs the gpuless extra.
+The site is shown by a browser at the width of a desktop and of a phone, there also with
+the dark scheme, for docs/pictures/site; this needs Chromium and pillow. What is printed
+is shown as a terminal of 80 columns has it, for docs/pictures/terminal; this needs the
+gpuless extra.
 """
 
 import argparse
@@ -35,7 +36,12 @@ _PAGES = {
     "gallery": "gallery",
     "benchmarks": "benchmarks/index",
 }
-_SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+# Width, height, and Chromium's number of the scheme: 0 is dark, 1 light.
+_VIEWS = {
+    "desktop": (1280, 900, 1),
+    "phone": (390, 844, 1),
+    "phone_dark": (390, 844, 0),
+}
 # Text and plots need no more, and the files stay small.
 _COLOURS = 64
 
@@ -47,16 +53,17 @@ def _browser() -> str:
     raise SystemExit("screenshots.py: no Chromium here; install the package chromium.")
 
 
-def _take(page: Path, size: tuple[int, int], file: Path) -> None:
+def _take(page: Path, view: tuple[int, int, int], file: Path) -> None:
     from PIL import Image  # which pictures of terminals do without
 
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "page.png"
-        width, height = size
+        width, height, scheme = view
         subprocess.run(
             [
                 _browser(), "--headless=new", "--no-sandbox", "--disable-gpu",
                 "--hide-scrollbars", f"--window-size={width},{height}",
+                f"--blink-settings=preferredColorScheme={scheme}",
                 f"--screenshot={raw}", page.as_uri(),
             ],
             check=True, capture_output=True, timeout=120,
@@ -70,8 +77,8 @@ def _site(site: Path, folder: Path) -> None:
         path = (site / f"{page}.html").resolve()
         if not path.exists():
             raise SystemExit(f"screenshots.py: {path} is not there; run `make docs`.")
-        for device, size in _SIZES.items():
-            _take(path, size, folder / f"{name}_{device}.png")
+        for device, view in _VIEWS.items():
+            _take(path, view, folder / f"{name}_{device}.png")
 
 
 # --- a terminal -----------------------------------------------------------------------

@@ -9,8 +9,8 @@ writes jax_cudnn/data/policy/sm90-cudnn9.28.json, for the architecture and the v
 of cuDNN of the files, which have to be the same in all. What was measured on several
 GPUs of an architecture counts together; of what was measured twice on one, the first
 file's. Rows and orders that the table has are kept.
-The measured times stay in docs/benchmarks, in the file of the same name. What it has of
-kernels that the files have not measured on that GPU is kept, too.
+The measured times stay in docs/internals/measured, in the file of the same name. What
+it has of kernels that the files have not measured on that GPU is kept, too.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jax_cudnn.policy import own
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = _ROOT / "jax_cudnn" / "data" / "policy"
-_TIMES = _ROOT / "docs" / "benchmarks"
+_TIMES = _ROOT / "docs" / "internals" / "measured"
 # What a table of the package does not have.
 _AND = " and "
 _LEFT_OUT = ("schema", "gpu", "measured")

@@ -46,6 +46,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jax_cudnn")
 
 
+# Folders whose tests start processes, of which each compiles for itself.
+_ALONE = ("tools",)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --sample, with which `make test` ends in time."""
     parser.addoption(
@@ -63,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("sample")
 
 
+# First, since pytest-xdist has a hook of this name that reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
@@ -70,6 +76,9 @@ def pytest_collection_modifyitems(
     for item in items:
         if ring := _ring(item):
             item.add_marker(ring)
+        elif item.path.parent.name not in _ALONE:
+            # Tests of a file compile much the same: one process runs them all.
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     planned = [item for item in items if _ring(item) == "gpuless"]
     if planned and (reason := harness.missing()):
         for item in planned:

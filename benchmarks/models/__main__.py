@@ -5,14 +5,21 @@
 
 writes models.json and models.md there. Contenders start from the same weights, and
 their losses over the first steps have to agree. Then all of them take turns in one run;
-see timing.py. `--only REGEX` chooses models by their names and what they do, such as
-"ViT-B train"; those that the file in the folder has beside them are kept. `--small`
-tries the script on a CPU, where times say nothing.
+see timing.py. Most models are trained untuned, beside plain JAX alone, and take about a
+minute each, most of it to compile; the first seven are tuned and inferred as well.
+
+`--only REGEX` chooses models by their names and what they do, such as "ViT-B train";
+those that the file in the folder has beside them are kept. `--part 2/4` runs the second
+of four parts of these, so that four GPUs may share them, each writing to a folder of
+its own. `--merge JSON...` measures nothing, and puts the rows of such files in place.
+`--small` tries the script on a CPU, where times say nothing.
 """
 
 import argparse
+import json
 import re
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +27,12 @@ import jax
 import numpy as np
 
 from benchmarks import torch_side
+from benchmarks.models.cudnn_kit import CudnnKit, F8Kit
+from benchmarks.models.every import every
 from benchmarks.models.jax_steps import JaxSteps, drawn, operations
-from benchmarks.models.kits import CudnnKit, F8Kit, PlainKit
+from benchmarks.models.plain_kit import AllExpertsKit, PlainKit
 from benchmarks.models.torch_kit import TorchSteps, is_there
-from benchmarks.models.zoo import Model, models
+from benchmarks.models.zoo import Model
 from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, alternate, summary
@@ -37,6 +46,8 @@ _PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 # The models that are trained in f8 as well, by the names of contenders.
 _F8, _IN_F8 = "untuned, f8", ("Llama-like",)
+# Plain JAX has two ways to mix experts. Ratios are to the faster one.
+_ALL_EXPERTS, _OF_EXPERTS = f"{_PLAIN}, all experts", ("Mixtral-like",)
 
 _Steps = JaxSteps | TorchSteps
 
@@ -58,10 +69,10 @@ def _contenders(
         )
 
     # What is tuned comes last: the choices hold for all that is compiled later.
-    made: dict[str, Callable[[], _Steps]] = {
-        _PLAIN: of_jax(PlainKit()),
-        "untuned": of_jax(CudnnKit()),
-    }
+    made: dict[str, Callable[[], _Steps]] = {_PLAIN: of_jax(PlainKit())}
+    if model.name in _OF_EXPERTS:
+        made[_ALL_EXPERTS] = of_jax(AllExpertsKit())
+    made["untuned"] = of_jax(CudnnKit())
     if is_training and model.name in _IN_F8:
         made[_F8] = of_jax(F8Kit())
     if with_torch:
@@ -102,8 +113,8 @@ def measure(
     makers = _contenders(
         model,
         is_training=is_training,
-        with_torch=with_torch,
-        with_tuning=with_tuning,
+        with_torch=with_torch and not model.untuned_only,
+        with_tuning=with_tuning and not model.untuned_only,
     )
     for name, make in makers.items():
         run = make()
@@ -123,11 +134,16 @@ def measure(
         round_ms=300.0,
         least_calls=3,
     )
-    peak = _PEAKS.get(jax.local_devices()[0].device_kind)
-    flops = operations(model, is_training=is_training)
+    flops, peak = 0.0, _PEAKS.get(jax.local_devices()[0].device_kind)
+    if peak and not model.untuned_only:
+        flops = operations(model, is_training=is_training)
+    plain = min(
+        (each for name, each in times.items() if name.startswith(_PLAIN)),
+        key=statistics.median,
+    )
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
-        timing = summary(times[name], times[_PLAIN])
+        timing = summary(times[name], plain)
         row = {
             "model": model.name,
             "size": model.size,
@@ -140,8 +156,13 @@ def measure(
             "compile_s": round(run.compile_s, 1),
             "tuning_s": round(run.tuning_s, 1),
             "mib": round(run.bytes / 2**20),
-            "share_of_peak": peak and round(flops / timing.median_us * 1e6 / peak, 4),
+            "share_of_peak": None,
         }
+        if isinstance(run, JaxSteps):
+            row["temp_mib"] = round(run.temp_bytes / 2**20)
+        if peak and flops:
+            share = flops / timing.median_us * 1e6 / peak
+            row["share_of_peak"] = round(share, 4)
         if is_training:
             row["losses"] = [round(float(x), 4) for x in results[name][::7]]
         rows.append(row)
@@ -162,20 +183,24 @@ def markdown(data: dict[str, Any]) -> str:
         "Printed by `python -m benchmarks.models --out docs/benchmarks`; do not edit. "
         f"{last_run_text(data['environment'])}",
         "",
-        "Weights are f32, products bf16. A training step is forward, backward and",
-        "AdamW. Times are medians of rounds in which all contenders take turns. The",
-        "ratio is to plain JAX with its best attention, with the lowest and highest",
-        "round: below 1 is faster. All contenders of a model are timed in one run.",
-        "Memory is what the compiled program needs, and for",
-        "PyTorch the most that it had in use. The share of the GPU's peak counts the",
-        "operations of plain JAX's program as XLA counts them, attention as products",
-        "of all queries and keys. A model learns one batch by heart. Its losses over",
-        f"the first {data['steps']} steps agree within {_BOUND:.0%} of the first loss.",
+        "Weights are f32, matmuls and convolutions bf16. A training step is forward,",
+        "backward and AdamW. Times are medians of rounds in which all contenders take",
+        "turns. The ratio is to plain JAX with its best attention, with the lowest and",
+        "highest round: below 1 is faster. Where plain JAX has two rows, it is to the",
+        "faster one. All contenders of a model are timed in one run. Memory is what",
+        "the compiled program needs, and for PyTorch the most that it had in use.",
+        "Temporary memory is what is left of it without weights, AdamW's moments and",
+        "the batch. The share of the peak counts the operations of plain JAX's program",
+        "as XLA counts them, attention as matmuls of all queries and keys. A model",
+        f"learns one batch by heart. Losses over the first {data['steps']} steps agree",
+        f"within {_BOUND:.0%} of the first loss.",
+        "",
+        *(f"- {model.name}: {model.about}" for model in every() if model.about),
         "",
         "| model | batch | GPU | | contender | ms | ratio | range | compile s "
-        "| tuning s | MiB | peak |",
+        "| tuning s | MiB | temporary | peak |",
         "| --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: "
-        "| ---: |",
+        "| ---: | ---: |",
     ]
     for row in data["rows"]:
         share = row["share_of_peak"]
@@ -184,10 +209,33 @@ def markdown(data: dict[str, Any]) -> str:
             f"| {row['contender']} "
             f"| {row['ms']:.2f} | {row['ratio']:.3f} "
             f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} | {row['compile_s']} "
-            f"| {row['tuning_s'] or ''} | {row['mib']} "
+            f"| {row['tuning_s'] or ''} | {row['mib']} | {row.get('temp_mib', '')} "
             f"| {'' if share is None else f'{share:.1%}'} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return the number of a part, from 1, and of how many."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/4")
+    return int(number), int(count)
+
+
+def _write(folder: Path, data: dict[str, Any]) -> None:
+    write_records(folder / _DATA, data)
+    (folder / _PAGE).write_text(markdown(data))
+
+
+def merge(folder: Path, files: Sequence[Path]) -> None:
+    """Put the rows of other runs in the place of those that a folder has of them."""
+    rows, data = kept_rows(folder / _DATA), {}
+    names = [model.name for model in every()]
+    for file in files:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        rows = renewed(rows, kept_rows(file), ["model", "what"], names)
+    _write(folder, {**data, "rows": rows})
 
 
 def main() -> None:
@@ -195,38 +243,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--part", type=_part, default=(1, 1), help="such as 2/4")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
     parser.add_argument("--steps", type=int, default=50, help="whose losses agree")
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--no-tuning", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    if options.only:
-        rows = kept_rows(options.out / _DATA)
+    if options.merge:
+        merge(options.out, options.merge)
+        return
+    zoo = every(small=options.small)
+    runs = [
+        (model, is_training)
+        for model in zoo
+        for is_training in (True, False)
+        if (model.trains if is_training else not model.untuned_only)
+        and re.search(options.only, _title(model, is_training=is_training))
+    ]
+    number, count = options.part
+    rows = kept_rows(options.out / _DATA) if options.only or count > 1 else []
     versions = environment()
     with_torch = is_there() and not options.no_torch
     if with_torch:
         torch_side.prefer_fast_convolutions()
-    zoo = list(models(small=options.small))
-    names = [model.name for model in zoo]
-    for model in zoo:
-        for is_training in (True, False) if model.trains else (False,):
-            name = f"{model.name} {'train' if is_training else 'infer'}"
-            if not re.search(options.only, name):
-                continue
-            print(name, flush=True)
-            measured = measure(
-                model,
-                is_training=is_training,
-                with_torch=with_torch,
-                steps=options.steps,
-            )
-            measured = on_this_gpu(measured, versions)
-            rows = renewed(rows, measured, ["model", "what"], names)
-            data = {"environment": versions, "steps": options.steps, "rows": rows}
-            # Each time, so that a run that is cut off leaves what it measured.
-            write_records(options.out / _DATA, data)
-            (options.out / _PAGE).write_text(markdown(data))
+    for model, is_training in runs[number - 1 :: count]:
+        print(_title(model, is_training=is_training), flush=True)
+        measured = measure(
+            model,
+            is_training=is_training,
+            with_torch=with_torch,
+            with_tuning=not options.no_tuning,
+            steps=options.steps,
+        )
+        measured = on_this_gpu(measured, versions)
+        rows = renewed(rows, measured, ["model", "what"], [x.name for x in zoo])
+        # Each time, so that a run that is cut off leaves what it measured.
+        data = {"environment": versions, "steps": options.steps, "rows": rows}
+        _write(options.out, data)
+
+
+def _title(model: Model, *, is_training: bool) -> str:
+    return f"{model.name} {'train' if is_training else 'infer'}"
 
 
 if __name__ == "__main__":

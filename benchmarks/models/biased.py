@@ -2,7 +2,7 @@
 """Models that take long to compile: T5-like, Swin-like and a U-Net of diffusion.
 
 The first two have attention with a learned bias. They are written over the kits of
-JAX alone, like those of zoo.py. benchmarks/compile_times.py compiles them.
+JAX alone. benchmarks/compile_times.py compiles them, too.
 """
 
 import functools
@@ -12,17 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models.zoo import Model, Weights
+from benchmarks.models.zoo import Model, Weights, entropy, square
 
 _Batch = dict[str, np.ndarray]
-
-
-def _entropy(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
-    return kit.cross_entropy(output, batch["labels"])
-
-
-def _square(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
-    return kit.mean_square(output, batch["targets"])
 
 
 # --- T5 -------------------------------------------------------------------------------
@@ -297,8 +289,20 @@ def _noise(size: _Diffusion) -> Callable[[np.random.Generator], _Batch]:
 # --- all ------------------------------------------------------------------------------
 
 
-def slow_to_compile(*, small: bool = False) -> list[Model]:
-    """Return the models; small ones try a script on a CPU."""
+def _unet(name: str, size: _Diffusion, about: str) -> Model:
+    return Model(
+        name=name,
+        about=about,
+        size=f"{size.batch} x {size.side} x {size.side}",
+        batch=_noise(size),
+        output=functools.partial(_diffusion, size=size),
+        loss=square,
+        untuned_only=True,
+    )
+
+
+def biased(*, small: bool = False) -> list[Model]:
+    """Return the models with a learned bias; small ones try a script on a CPU."""
     if small:
         t5 = _Translation(
             layers=2, width=32, heads=2, vocabulary=64, context=16, batch=2
@@ -307,9 +311,6 @@ def slow_to_compile(*, small: bool = False) -> list[Model]:
             side=32, batch=2, window=4, widths=(8, 16), depths=(2, 1), heads=(1, 2),
             classes=8,
         )  # fmt: skip
-        unet = _Diffusion(
-            side=8, batch=2, widths=(16, 32), heads=2, words=5, text=24, groups=4
-        )
     else:
         t5 = _Translation(
             layers=6, width=768, heads=12, vocabulary=32128, context=512, batch=16
@@ -318,29 +319,44 @@ def slow_to_compile(*, small: bool = False) -> list[Model]:
             side=224, batch=64, window=7, widths=(96, 192, 384, 768),
             depths=(2, 2, 6, 2), heads=(3, 6, 12, 24),
         )  # fmt: skip
-        unet = _Diffusion(
-            side=64, batch=4, widths=(320, 640, 1280, 1280), heads=8, words=77, text=768
-        )
     return [
         Model(
             name="T5-like",
+            about="6 + 6 blocks of width 768, a learned bias of relative positions",
             size=f"{t5.batch} x {t5.context}",
             batch=_pairs_of_text(t5),
             output=functools.partial(_t5, size=t5),
-            loss=_entropy,
+            loss=entropy,
+            untuned_only=True,
         ),
         Model(
             name="Swin-like",
+            about="the sizes of Swin-T, windows of 7 x 7 with a learned bias",
             size=f"{swin.batch} x {swin.side} x {swin.side}",
             batch=_pictures(swin),
             output=functools.partial(_swin, size=swin),
-            loss=_entropy,
-        ),
-        Model(
-            name="SD-1.5-like U-Net",
-            size=f"{unet.batch} x {unet.side} x {unet.side}",
-            batch=_noise(unet),
-            output=functools.partial(_diffusion, size=unet),
-            loss=_square,
+            loss=entropy,
+            untuned_only=True,
         ),
     ]
+
+
+def whole_unet(*, small: bool = False) -> Model:
+    """Return the U-Net, which plain JAX compiles for over two minutes."""
+    size = _Diffusion(
+        side=64, batch=4, widths=(320, 640, 1280, 1280), heads=8, words=77, text=768
+    )
+    about = "the U-Net of Stable Diffusion 1.5"
+    return _unet("SD-1.5-like U-Net", _small_unet if small else size, about)
+
+
+def diffusion(*, small: bool = False) -> Model:
+    """Return the two outer levels of the U-Net, where most of its time goes."""
+    size = _Diffusion(side=64, batch=8, widths=(320, 640), heads=8, words=77, text=768)
+    about = "the two outer levels of Stable Diffusion 1.5's U-Net, widths 320 and 640"
+    return _unet("diffusion U-Net", _small_unet if small else size, about)
+
+
+_small_unet = _Diffusion(
+    side=8, batch=2, widths=(16, 32), heads=2, words=5, text=24, groups=4
+)

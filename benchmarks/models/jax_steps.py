@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's steps in JAX, of training or of inference, over a kit of layers."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.models.kits import CountedKit, PlainKit
+from benchmarks.models.plain_kit import CountedKit, PlainKit
 from benchmarks.models.zoo import Kind, Model, Weights
 from jax_cudnn import plans
 
@@ -42,13 +43,7 @@ def program(
 
     def train(state: Any, batch: Any) -> Any:
         arrays, memory = state
-
-        def loss(arrays: Any) -> jax.Array:
-            assert model.loss is not None
-            output = model.output(kit, Weights(kit, arrays), batch)
-            return model.loss(kit, output, batch)
-
-        value, gradients = jax.value_and_grad(loss)(arrays)
+        value, gradients = with_gradients(model, kit)(arrays, batch)
         updates, memory = optimizer.update(gradients, memory, arrays)
         return (optax.apply_updates(arrays, updates), memory), value
 
@@ -62,6 +57,29 @@ def program(
         return train, (arrays, optimizer.init(arrays)), given
     carried = {name: given.pop(name) for name in model.carried}
     return infer, ([x.astype(jnp.bfloat16) for x in arrays], carried), given
+
+
+def with_gradients(model: Model, kit: PlainKit) -> Any:
+    """Return a function, of weights and a batch, to the loss and its gradients."""
+
+    def loss(arrays: Any, batch: Any) -> jax.Array:
+        assert model.loss is not None
+        output = model.output(kit, Weights(kit, arrays), batch)
+        return model.loss(kit, output, batch)
+
+    if model.clips_examples:
+        return functools.partial(_clipped, loss)
+    return jax.value_and_grad(loss)
+
+
+def _clipped(loss: Any, arrays: Any, batch: Any) -> tuple[jax.Array, Any]:
+    """Return the mean loss, and the mean of gradients that have a norm of 1 at most."""
+    examples = jax.tree.map(lambda x: x[:, None], batch)  # each a batch of one
+    losses, gradients = jax.vmap(jax.value_and_grad(loss), (None, 0))(arrays, examples)
+    squares = [jax.vmap(lambda x: jnp.vdot(x, x))(x) for x in gradients]
+    scales = jax.lax.rsqrt(jnp.maximum(sum(squares), 1)) / len(losses)
+    mean = jax.tree.map(lambda x: jnp.tensordot(scales, x, 1), gradients)
+    return jnp.mean(losses), mean
 
 
 def operations(model: Model, *, is_training: bool) -> float:
@@ -107,11 +125,11 @@ class JaxSteps:
         self._step = jitted.lower(self._state, self._batch).compile()
         self.compile_s = time.perf_counter() - start
         memory: Any = self._step.memory_analysis()
-        self.bytes = int(
+        self.temp_bytes = int(memory.temp_size_in_bytes)
+        self.bytes = self.temp_bytes + int(
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
         )
         self.first = jax.block_until_ready(self.step())
 

@@ -108,7 +108,11 @@ class Model:
     """A model with its batch. The loss is what is trained, the output what is inferred.
 
     What is ``carried`` is of the batch, and goes from step to step: the output has it
-    as a second result. AdamW trains at the ``rate``.
+    as a second result. AdamW trains at the ``rate``. With ``clips_examples``, each
+    example's gradient is clipped to a norm of 1 before their mean is taken, as in
+    differentially private training. One that is ``untuned_only`` is not written for
+    PyTorch, and is neither tuned nor inferred. What it is ``about`` is said on the page
+    where the name does not say it.
     """
 
     name: str
@@ -118,11 +122,24 @@ class Model:
     loss: Callable[[Any, Any, dict[str, Any]], Any] | None = None
     carried: tuple[str, ...] = ()
     rate: float = 1e-4
+    clips_examples: bool = False
+    untuned_only: bool = False
+    about: str = ""
 
     @property
     def trains(self) -> bool:
         """Whether it can be trained."""
         return self.loss is not None
+
+
+def entropy(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
+    """Return the mean cross entropy of logits and the labels of a batch."""
+    return kit.cross_entropy(output, batch["labels"])
+
+
+def square(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
+    """Return the mean of squared differences from the targets of a batch."""
+    return kit.mean_square(output, batch["targets"])
 
 
 # --- language -------------------------------------------------------------------------
@@ -159,11 +176,13 @@ def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     return kit.logits(x, words)
 
 
-def _angles(positions: np.ndarray, d: int) -> np.ndarray:
+def angles(positions: np.ndarray, d: int) -> np.ndarray:
+    """Return by how much each pair of d features turns at each position."""
     return positions[..., None] / 10000.0 ** (np.arange(0, d, 2) / d)
 
 
-def _rotated(kit: Any, x: Any, cosine: Any, sine: Any) -> Any:
+def rotated(kit: Any, x: Any, cosine: Any, sine: Any) -> Any:
+    """Return pairs of features, turned."""
     one, two = kit.split(x, 2)
     return kit.concatenate([one * cosine - two * sine, two * cosine + one * sine])
 
@@ -179,14 +198,14 @@ def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     positions = np.arange(size.context)[None, :]
     if is_step:
         positions = np.full((1, 1), size.context - 1)
-    angles = _angles(positions, n)[:, :, None]
-    cosine, sine = (kit.constant(f(angles)) for f in (np.cos, np.sin))
+    turns = angles(positions, n)[:, :, None]
+    cosine, sine = (kit.constant(f(turns)) for f in (np.cos, np.sin))
     for i in range(size.layers):
         y = kit.rms_norm(x, w.ones(d))
         q = kit.dense(y, w.product(d, d)).reshape(b, s, h, n)
         k = kit.dense(y, w.product(d, k_heads * n)).reshape(b, s, k_heads, n)
         v = kit.dense(y, w.product(d, k_heads * n)).reshape(b, s, k_heads, n)
-        q, k = (_rotated(kit, each, cosine, sine) for each in (q, k))
+        q, k = (rotated(kit, each, cosine, sine) for each in (q, k))
         if is_step:
             new = {f"keys{i}": k, f"values{i}": v}
             cache = {name: kit.written(batch[name], x) for name, x in new.items()}
@@ -230,10 +249,6 @@ def _names(size: _Language) -> tuple[str, ...]:
     """Return the names of the caches."""
     layers = range(size.layers)
     return tuple(f"{what}{i}" for i in layers for what in ("keys", "values"))
-
-
-def _entropy(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
-    return kit.cross_entropy(output, batch["labels"])
 
 
 # --- images ---------------------------------------------------------------------------
@@ -352,10 +367,6 @@ def _volumes(
     return draw
 
 
-def _square(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
-    return kit.mean_square(output, batch["targets"])
-
-
 # --- all ------------------------------------------------------------------------------
 
 
@@ -404,14 +415,14 @@ def models(*, small: bool = False) -> list[Model]:
             size=told(gpt),
             batch=_text(gpt),
             output=functools.partial(_gpt, size=gpt),
-            loss=_entropy,
+            loss=entropy,
         ),
         Model(
             name="Llama-like",
             size=told(llama),
             batch=_text(llama),
             output=functools.partial(_llama, size=llama),
-            loss=_entropy,
+            loss=entropy,
         ),
         Model(
             name="decode",
@@ -425,28 +436,28 @@ def models(*, small: bool = False) -> list[Model]:
             size=told(vit),
             batch=_pictures(vit),
             output=functools.partial(_vit, size=vit),
-            loss=_entropy,
+            loss=entropy,
         ),
         Model(
             name="ConvNeXt-T",
             size=told(convnext),
             batch=_pictures(convnext),
             output=functools.partial(_convnext, size=convnext),
-            loss=_entropy,
+            loss=entropy,
         ),
         Model(
             name="ResNet-50",
             size=told(resnet),
             batch=_pictures(resnet),
             output=functools.partial(_resnet, size=resnet),
-            loss=_entropy,
+            loss=entropy,
         ),
         Model(
             name="3-D U-Net",
             size=f"{volumes[0]} x {volumes[1]}^3",
             batch=_volumes(*volumes),
             output=functools.partial(_unet, widths=widths),
-            loss=_square,
+            loss=square,
             rate=2e-5,  # at 1e-4 its loss has a spike, which rounding moves
         ),
     ]

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import jax
 
+from language import processes
 from language.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -100,6 +101,7 @@ def common_parser(
         metavar="FILE",
         help=f"where the loss curve goes; default: {name}.png",
     )
+    processes.add_arguments(parser)
     return parser
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from language import processes
 from language.arguments import is_missing
 from language.checkpoints import Checkpoints
 from language.report import (
@@ -168,6 +169,8 @@ def run_task(
     verdict = "better than pairs" if after < bigram else "not yet better than pairs"
     print(f"  this model      {after:.3f}  {verdict} by {abs(bigram - after):.3f}")
 
+    if not processes.is_first():
+        return state
     if arguments.picture is None and is_missing("matplotlib"):
         print("\nNo picture of the losses: the package matplotlib is not installed.")
         return state

@@ -34,6 +34,14 @@ class Documents:
         documents = np.searchsorted(self.starts, places, side="right") - 1
         return Rows(self.text[places].astype(np.int32), documents.astype(np.int32))
 
+    def most_in(self, length: int) -> int:
+        """Return how many documents a stretch of so many bytes has at most."""
+        starts = np.unique(self.starts[self.starts < len(self.text)])
+        ends = np.append(starts[1:], len(self.text))
+        # The stretches that begin with the last byte of a document have most.
+        reached = np.searchsorted(starts, ends - 1 + length)
+        return int(np.max(reached - np.arange(len(starts)), initial=1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -42,6 +50,10 @@ class Corpus:
     source: str
     train: Documents
     validation: Documents
+
+    def most_documents(self, length: int) -> int:
+        """Return how many documents a stretch of so many bytes has at most."""
+        return max(self.train.most_in(length), self.validation.most_in(length))
 
     @property
     def digest(self) -> str:

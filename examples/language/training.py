@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import plans
+from language import processes
 from language.optimizer import make_optimizer
 from language.task import Task
 from language.text import Rows
@@ -138,7 +139,9 @@ class Trainer:
 
     def place(self, rows: Rows) -> Any:
         """Return a batch on the devices, a part of it on each."""
-        return jax.device_put(self._arrays_of(rows), self._rows)
+        return jax.tree.map(
+            lambda x: processes.placed(x, self._rows), self._arrays_of(rows)
+        )
 
     @functools.cached_property
     def _sums(self) -> Any:

@@ -58,14 +58,16 @@ class Layout:
 
     The batch is split over "data" and "fsdp", matrices are split over "fsdp" and
     gathered for use, heads and hidden features are split over "tensor", and tokens of a
-    row over "sequence", where attention goes by ``method``. ``parts`` of the batch
-    follow one another. ``remat`` says what a layer saves for the backward pass, and
-    ``unroll`` how many layers one turn of the loop over layers has.
+    row over "sequence", where attention goes by ``method``. ``packed`` says whether a
+    row has several documents. ``parts`` of the batch follow one another. ``remat`` says
+    what a layer saves for the backward pass, and ``unroll`` how many layers one turn of
+    the loop over layers has.
     """
 
     mesh: jax.sharding.Mesh
     key_heads: int
     method: Method = "ring"
+    packed: bool = False
     parts: int = 1
     remat: Remat = "dots"
     unroll: int = 1
@@ -86,19 +88,27 @@ class Layout:
         return self.mesh.shape["sequence"]
 
     @property
-    def order(self) -> Literal["contiguous", "zigzag"]:
+    def order(self) -> Literal["contiguous", "zigzag", "striped"]:
         """Return in which order the tokens of a row lie, for causal work in balance."""
-        is_blockwise = self.sequence > 1 and self.method != "all_to_all"
-        return "zigzag" if is_blockwise else "contiguous"
+        if self.sequence == 1 or self.method == "all_to_all":
+            return "contiguous"
+        return "striped" if self.packed and self.method == "ring" else "zigzag"
 
     def positions(self, length: int) -> np.ndarray:
         """Return the positions of a row's tokens in the order in which they lie."""
         positions = np.arange(length)
         if self.order == "contiguous":
             return positions
+        put = parallel.to_zigzag if self.order == "zigzag" else parallel.to_striped
         with jax.ensure_compile_time_eval():
-            ordered = parallel.to_zigzag(positions, self.sequence, axis=0)
-        return np.asarray(ordered)
+            return np.asarray(put(positions, self.sequence, axis=0))
+
+    def in_sequence(self, x: jax.Array) -> jax.Array:
+        """Return rows (batch, length) with their tokens as they follow one another."""
+        if self.order == "contiguous":
+            return x
+        back = parallel.from_zigzag if self.order == "zigzag" else parallel.from_striped
+        return back(x, self.sequence)
 
     def of_state(self, state: Any) -> Any:
         """Return where each array of parameters or of the optimizer is kept."""
@@ -208,6 +218,7 @@ def choose_layout(
         ),
         key_heads=settings.key_heads,
         method=method,
+        packed=settings.packed,
         parts=parts,
         remat=remat,
         unroll=unroll,
@@ -255,7 +266,8 @@ def _check_sizes(
         sizes["tensor"],
         sizes["sequence"],
     )
-    chunks = sequence if method == "all_to_all" else 2 * sequence
+    is_zigzag = method == "all_gather" or (method == "ring" and not settings.packed)
+    chunks = 2 * sequence if is_zigzag else sequence
     columns = {
         "heads": settings.heads,
         "hidden": settings.hidden,
@@ -274,7 +286,7 @@ def _check_sizes(
             "context",
             settings.context,
             chunks if sequence > 1 else 1,
-            "sequence" if method == "all_to_all" else "sequence * 2",
+            "sequence * 2" if is_zigzag else "sequence",
         ),
     ):
         if size % divisor:

@@ -28,12 +28,13 @@ class Kernels:
 
     ``layer`` returns the `dot_general` of a layer, by the name of its weights;
     ``dot_general`` is that of the output layer. ``rotary`` takes queries or keys and
-    positions. ``attention`` takes query, key, value, and the document of each token or
-    None. ``add_norm`` returns the norm of a sum, and the sum. ``gated`` returns the
-    hidden layer of a block.
+    positions. ``within`` makes of the document of each token what ``attention`` takes
+    after query, key and value; None is for no documents. ``add_norm`` returns the norm
+    of a sum, and the sum. ``gated`` returns the hidden layer of a block.
     """
 
     attention: Callable[..., jax.Array]
+    within: Callable[..., Any]
     rotary: Callable[..., jax.Array]
     norm: Callable[..., nnx.RMSNorm]
     add_norm: Callable[..., tuple[jax.Array, jax.Array]]
@@ -42,7 +43,9 @@ class Kernels:
     gated: Callable[..., jax.Array]
 
 
-def kernels_for(settings: LlamaSettings, layout: Layout) -> Kernels:
+def kernels_for(
+    settings: LlamaSettings, layout: Layout, most_documents: int
+) -> Kernels:
     """Return who computes what: jax_cudnn, in f8 if asked for, or plain JAX."""
     if settings.baseline:
         return _plain_kernels(settings)
@@ -58,6 +61,7 @@ def kernels_for(settings: LlamaSettings, layout: Layout) -> Kernels:
 
     return Kernels(
         attention=functools.partial(_attention, layout),
+        within=functools.partial(_packed, layout, most_documents),
         rotary=functools.partial(jax_cudnn.apply_rotary, base=settings.rotary_base),
         norm=RMSNorm,
         add_norm=add_norm,
@@ -72,10 +76,9 @@ def _attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    documents: jax.Array | None,
+    mask: masks.Packed | None,
 ) -> jax.Array:
     """Return causal attention, within documents if there are some."""
-    mask = None if documents is None else masks.Segments(documents)
     if layout.sequence == 1:
         return jax_cudnn.sdpa(query, key, value, mask=mask, is_causal=True)
     return parallel.sharded_sdpa(
@@ -91,6 +94,11 @@ def _attention(
         method=layout.method,
         order=layout.order,
     )
+
+
+def _packed(layout: Layout, most: int, documents: jax.Array) -> masks.Packed:
+    """Return where the documents of each row begin and end."""
+    return masks.Packed.from_segment_ids(layout.in_sequence(documents), most)
 
 
 def _gated_in_kernel(x: jax.Array, gate: nnx.Linear, up: nnx.Linear) -> jax.Array:
@@ -138,6 +146,7 @@ def _plain_kernels(settings: LlamaSettings) -> Kernels:
 
     return Kernels(
         attention=attention,
+        within=lambda documents: documents,
         rotary=rotary,
         norm=nnx.RMSNorm,
         add_norm=add_norm,
@@ -192,9 +201,7 @@ class Block(nnx.Module):
         )
         self.down = nnx.Linear(hidden, width, dot_general=kernels.layer("down"), **last)
 
-    def __call__(
-        self, x: jax.Array, positions: jax.Array, documents: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: jax.Array, documents: Any) -> jax.Array:
         """Return the residual (batch, length, width) after the block."""
         kernels, y = self.kernels, self.attention_norm(x)
         query, key = (
@@ -211,10 +218,16 @@ class Llama(nnx.Module):
     The parameters of all blocks are stacked, and one block is compiled for all of them.
     """
 
-    def __init__(self, settings: LlamaSettings, layout: Layout, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        settings: LlamaSettings,
+        layout: Layout,
+        rngs: nnx.Rngs,
+        most_documents: int,
+    ):
         width, dtype = settings.width, settings.dtype
         init = nnx.initializers.normal(0.02)
-        kernels = kernels_for(settings, layout)
+        kernels = kernels_for(settings, layout, most_documents)
         self.settings, self.layout, self.kernels = settings, layout, kernels
         self.tokens = nnx.Embed(
             settings.vocabulary, width, embedding_init=init, dtype=dtype, rngs=rngs
@@ -239,16 +252,17 @@ class Llama(nnx.Module):
         """Return the logits (batch, length, vocabulary).
 
         Tokens lie in the order of the layout. `documents` has the document of each, of
-        which it sees no other. Scores depend on differences of positions only, so
-        positions go on from one document to the next.
+        which it sees no other; a row has at most `most_documents`. Scores depend on
+        differences of positions only, so positions go on from one document to the next.
         """
         settings, layout = self.settings, self.layout
         positions = jnp.asarray(layout.positions(tokens.shape[1]))
         graph, stacked = nnx.split(self.blocks)
+        within = None if documents is None else self.kernels.within(documents)
 
         def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
             params = layout.gathered(params, settings.dtype, f8=settings.f8)
-            x = nnx.merge(graph, params)(x, positions, documents)
+            x = nnx.merge(graph, params)(x, positions, within)
             return jax.lax.with_sharding_constraint(x, layout.activations), None
 
         x = self.tokens(tokens)

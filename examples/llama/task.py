@@ -16,11 +16,17 @@ from llama.model import Llama
 from llama.settings import FIRST_BYTE, LlamaSettings
 
 
-def llama_task(settings: LlamaSettings, layout: Layout) -> Task:
-    """Return what the trainer has to know of the model."""
+def llama_task(
+    settings: LlamaSettings, layout: Layout, most_documents: int | None = None
+) -> Task:
+    """Return what the trainer has to know of the model.
+
+    Rows have at most so many documents, or as many as tokens.
+    """
+    most = settings.context if most_documents is None else most_documents
 
     def build() -> Llama:
-        return Llama(settings, layout, nnx.Rngs(settings.seed))
+        return Llama(settings, layout, nnx.Rngs(settings.seed), most)
 
     graph = nnx.split(nnx.eval_shape(build), nnx.Param)[0]
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from language import processes
 from language.names import name_of
 from language.task import Task
 
@@ -105,17 +106,21 @@ def load_weights(folder: Path, task: Task) -> nnx.State:
             for layer, part in _parts(name, x):
                 theirs = _WEIGHTS[name].format(layer=layer)
                 part[...] = _ours(read(theirs), part.shape, name, theirs)
-            return jax.device_put(x, place)
+            return processes.placed(x, place)
 
         places = task.layout.of_state(shapes)
         return jax.tree_util.tree_map_with_path(load, shapes, places)
 
 
 def save_weights(folder: Path, params: nnx.State, settings: LlamaSettings) -> None:
-    """Write the parameters, in f32, with a file for each layer and one for the rest."""
+    """Write the parameters, in f32, with a file for each layer and one for the rest.
+
+    Of several processes the first one writes what all of them gather.
+    """
     from safetensors.numpy import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    if processes.is_first():
+        folder.mkdir(parents=True, exist_ok=True)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     files: dict[int | None, dict[str, jax.Array]] = {}
     for path, x in leaves:
@@ -126,12 +131,15 @@ def save_weights(folder: Path, params: nnx.State, settings: LlamaSettings) -> No
     for number, (layer, arrays) in enumerate(files.items(), 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
         written = {
-            _WEIGHTS[name].format(layer=layer): _theirs(np.asarray(x), name)
+            _WEIGHTS[name].format(layer=layer): _theirs(processes.whole(x), name)
             for name, x in arrays.items()
         }
-        save_file(written, folder / file, metadata={"format": "pt"})
+        if processes.is_first():
+            save_file(written, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(written, file)
         size += sum(x.nbytes for x in written.values())
+    if not processes.is_first():
+        return
     told = {"metadata": {"total_size": size}, "weight_map": index}
     _write_json(folder / _INDEX, told)
     sizes = {theirs: getattr(settings, ours) for theirs, ours in _SETTINGS.items()}

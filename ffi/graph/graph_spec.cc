@@ -145,7 +145,8 @@ StatusOr<NodeSpec> ReadNode(const Json& json, const std::string& path) {
       known += each.name;
     }
     return InvalidArgument("node kind " + Quoted(node.kind) + " is not one of " +
-                           known);
+                           known +
+                           ". Export a program of another version of jax_cudnn again");
   }
   RETURN_IF_ERROR(ReadRoles(*fields[1], path + ".inputs", node.inputs));
   RETURN_IF_ERROR(ReadRoles(*fields[3], path + ".outputs", node.outputs));
@@ -196,7 +197,7 @@ Status CheckTensor(const TensorSpec& tensor) {
 Status CheckRoles(const GraphSpec& graph, const NodeSpec& node,
                   const std::map<std::string, std::string, std::less<>>& roles,
                   bool are_inputs) {
-  const NodeKind& kind = *FindNodeKind(node.kind);
+  const NodeKind& kind = FindNodeKind(node.kind)->Form(node.inputs);
   const char* const label = are_inputs ? "input" : "output";
   for (const auto& [role, name] : roles) {
     const Role* known = kind.Find(role);
@@ -220,7 +221,7 @@ Status CheckRoles(const GraphSpec& graph, const NodeSpec& node,
 }
 
 Status CheckNode(const GraphSpec& graph, const NodeSpec& node) {
-  const NodeKind& kind = *FindNodeKind(node.kind);
+  const NodeKind& kind = FindNodeKind(node.kind)->Form(node.inputs);
   RETURN_IF_ERROR(CheckRoles(graph, node, node.inputs, /*are_inputs=*/true));
   RETURN_IF_ERROR(CheckRoles(graph, node, node.outputs, /*are_inputs=*/false));
   RETURN_IF_ERROR(CheckAttributes(kind, node));

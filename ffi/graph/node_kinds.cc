@@ -141,12 +141,40 @@ std::set<std::string, std::less<>> Set(const std::vector<std::string>& names) {
   return {names.begin(), names.end()};
 }
 
-NodeKind ReadKind(const std::string& name, const JsonObject& row,
-                  const JsonObject& model) {
-  const auto field = [&](std::string_view key) {
-    const Json* const own = Field(row, key);
-    return own != nullptr ? own : Field(model, key);
-  };
+// The fields of both, those of `own` where both have one. Those that are new come
+// first.
+JsonObject Merged(const JsonObject& old, const JsonObject& own) {
+  JsonObject merged;
+  for (const auto& field : own) {
+    if (Field(old, field.first) == nullptr) merged.push_back(field);
+  }
+  for (const auto& [name, value] : old) {
+    const Json* const changed = Field(own, name);
+    merged.emplace_back(name, changed == nullptr ? value : *changed);
+  }
+  return merged;
+}
+
+// A row as it is of nodes with an operand that changes it.
+JsonObject WithForm(const JsonObject& row, const JsonObject& form) {
+  JsonObject changed = Merged(row, form);
+  std::set<std::string, std::less<>> without;
+  if (const Json* const names = Field(form, "without")) without = Set(Strings(*names));
+  for (auto& [side, value] : changed) {
+    if (side != "inputs" && side != "outputs") continue;
+    const JsonObject roles = Merged(Object(RequiredField(row, side)), Object(value));
+    JsonObject kept;
+    for (const auto& role : roles) {
+      const std::string name = role.first.substr(0, role.first.find('?'));
+      if (without.count(name) == 0) kept.push_back(role);
+    }
+    value.value = std::move(kept);
+  }
+  return changed;
+}
+
+NodeKind ReadKind(const std::string& name, const JsonObject& row, const Json* forms) {
+  const auto field = [&](std::string_view key) { return Field(row, key); };
   NodeKind kind;
   kind.name = name;
   for (const char* side : {"inputs", "outputs"}) {
@@ -189,6 +217,11 @@ NodeKind ReadKind(const std::string& name, const JsonObject& row,
   if (const Json* const modes = field("modes_with_alpha")) {
     kind.modes_with_alpha = Set(Strings(*modes));
   }
+  if (forms == nullptr) return kind;
+  for (const auto& [operand, form] : Object(*forms)) {
+    kind.forms.push_back(ReadKind(name, WithForm(row, Object(form)), nullptr));
+    kind.forms.back().operand = operand;
+  }
   return kind;
 }
 
@@ -199,7 +232,8 @@ std::vector<NodeKind> ReadTable() {
     const Json* const like = Field(Object(row), "like");
     const Json& model =
         like == nullptr ? row : RequiredField(Object(table), String(*like));
-    kinds.push_back(ReadKind(name, Object(row), Object(model)));
+    const Json* const forms = Field(Object(row), "with");
+    kinds.push_back(ReadKind(name, Merged(Object(model), Object(row)), forms));
   }
   return kinds;
 }
@@ -210,6 +244,14 @@ const Role* NodeKind::Find(std::string_view role) const {
   const auto found = std::find_if(roles.begin(), roles.end(),
                                   [&](const Role& each) { return each.name == role; });
   return found == roles.end() ? nullptr : &*found;
+}
+
+const NodeKind& NodeKind::Form(
+    const std::map<std::string, std::string, std::less<>>& inputs) const {
+  const auto found = std::find_if(
+      forms.begin(), forms.end(),
+      [&](const NodeKind& form) { return inputs.count(form.operand) != 0; });
+  return found == forms.end() ? *this : *found;
 }
 
 const std::vector<NodeKind>& NodeKinds() {

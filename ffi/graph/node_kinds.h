@@ -66,6 +66,13 @@ struct NodeKind {
   std::map<std::string, size_t, std::less<>> arity;  // inputs of each mode
   std::set<std::string, std::less<>> modes_to_bool;
   std::set<std::string, std::less<>> modes_with_alpha;
+  // What the row is of nodes with an operand that changes it.
+  std::vector<NodeKind> forms;
+  std::string operand;  // of a form: that which a node has
+
+  // The row as it is of a node with these operands, by role.
+  const NodeKind& Form(
+      const std::map<std::string, std::string, std::less<>>& inputs) const;
 
   // The role of that name, or null.
   const Role* Find(std::string_view role) const;

@@ -134,14 +134,15 @@ def _has_attention(part: Graph) -> bool:
     (node,) = part.nodes
     names, attributes = dict(node.inputs), node.attributes
     assert isinstance(attributes, SdpaAttributes)
+    if not set(names) <= set(_ROWS):
+        return False
     plain = SdpaAttributes(scale=attributes.scale, is_causal=attributes.is_causal)
     is_capped = _softcap(attributes.score_mod) is not None
     if is_capped:
         plain = replace(plain, score_mod=attributes.score_mod)
     lengths = _rows_and_columns(part, names)
     return (
-        set(names) <= set(_ROWS)
-        and "max_logit" not in dict(node.outputs)
+        "max_logit" not in dict(node.outputs)
         and attributes == plain
         and _dtypes(part, names, _OPERANDS) == {"bf16"}
         and not any(size % _TILE for size in lengths)

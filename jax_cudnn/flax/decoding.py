@@ -26,9 +26,9 @@ from jax_cudnn.ops.attention.visibility.masks import (
     Prefix,
     Where,
     Window,
-    farthest,
 )
 from jax_cudnn.ops.common.arguments import as_operand, clipped, describe, in_front
+from jax_cudnn.reference.attention.sequences import farthest
 
 
 class Cache(NamedTuple):

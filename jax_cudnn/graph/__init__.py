@@ -3,7 +3,6 @@
 
 from jax_cudnn.graph.attention.cached import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.graph.attention.f8 import sdpa_f8_graph, sdpa_f8_output
-from jax_cudnn.graph.attention.qkv import sdpa_qkv_graph
 from jax_cudnn.graph.attention.sdpa import (
     AttentionAttributes,
     SdpaAttributes,
@@ -105,7 +104,6 @@ __all__ = [
     "sdpa_f8_graph",
     "sdpa_f8_output",
     "sdpa_graph",
-    "sdpa_qkv_graph",
     "summary",
     "to_json",
     "version_text",

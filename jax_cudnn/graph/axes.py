@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Hashable, Mapping
 
-from jax_cudnn.graph.kinds import kind_named, roles_in
+from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.graph.shapes import check_tensors, letters_of
 from jax_cudnn.graph.spec import Graph
 
@@ -26,7 +26,7 @@ def axis_classes(graph: Graph, *, with_ones: bool = False) -> Mapping[Axis, int]
     """
     joined = _Union()
     for i, node in enumerate(graph.nodes):
-        row = kind_named(node.kind).row
+        row = row_of(node)
         roles = roles_in(graph, node)
         sizes = check_tensors(row, roles, node.attributes)
         for role, tensor in roles.items():

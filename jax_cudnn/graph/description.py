@@ -24,14 +24,17 @@ attributes      name: bool, integer, number, string, strings or "integers" and t
                 letter that they have one entry for; ">= 1" for each. A value behind
                 "default" is left out of a graph's text; "entries" are how many a list
                 may have
+with            operands, each with what is different of a node that has it: roles that
+                are new or have another text, those that it is "without", and any other
+                field. This one is not shared by "like"
 like            the kind whose other fields, attributes included, this one shares
 letters         what each letter is called
 ranks           the least and most axes that a starred letter stands for
 windows         letters of a result that follow from a size, a window (a letter, or an
                 attribute with an entry for each axis) and attributes
 folds           the letters that examples of a vmap can enter, the best first
-apart           "cudnn" for kinds whose kernels do more for one example than for several
-                at once: those that cuDNN is asked for run one by one
+apart           an operand with which a kernel does more for one example than for
+                several at once: those that cuDNN is asked for run one by one
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums
 maxima          letters over which results that lack them are maxima
@@ -41,7 +44,8 @@ divides         "xla" for kinds that XLA computes in programs for several device
                 adds up what each has, where a kernel would need an axis gathered
 wide_sums       true for kinds whose kernels are as fast with sums as results in the
                 dtype in which these are kept
-pads            letters that may be padded, to which multiples, and advice on doing so
+pads            letters that may be padded if the row has them, to which multiples, and
+                advice on doing so
 precision       which setting of JAX holds for the products: "dot" or "convolution"
 around          true for kinds that only come along with the others in a kernel
 sums            true for kinds whose results are sums over axes of their operand
@@ -52,7 +56,7 @@ modes           the values of the attribute "mode", by the number of inputs
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal, cast
@@ -141,9 +145,13 @@ class Padding:
     advice: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+# A row is read once, so it is equal to itself only.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Description:
-    """A row of the table."""
+    """A row of the table, as it is of nodes with or without certain operands.
+
+    ``forms`` has what the row is of nodes with an operand that changes it.
+    """
 
     name: str
     roles: Mapping[str, Role]
@@ -152,7 +160,7 @@ class Description:
     ranks: tuple[int, int]
     windows: Mapping[str, tuple[str, str]]
     folds: tuple[str, ...]
-    is_apart_in_cudnn: bool
+    apart: str
     whole: frozenset[str]
     contracted: frozenset[str]
     maxima: frozenset[str]
@@ -164,6 +172,12 @@ class Description:
     is_around: bool
     is_sum: bool
     arity: Mapping[str, int]
+    forms: Mapping[str, "Description"]
+
+    def form(self, roles: Container[str]) -> "Description":
+        """Return the row as it is of a node with these roles."""
+        found = [form for operand, form in self.forms.items() if operand in roles]
+        return found[0] if found else self
 
     @functools.cached_property
     def inputs(self) -> tuple[Role, ...]:
@@ -184,13 +198,15 @@ def table() -> Mapping[str, Any]:
 
 
 @functools.cache
-def axes_of(kind: str, role: str, stars: int) -> "tuple[tuple[Axis, Letters], ...]":
+def axes_of(
+    kind: Description, role: str, stars: int
+) -> "tuple[tuple[Axis, Letters], ...]":
     """Return the axes of a role with their letters, starred ones written out.
 
     A starred letter becomes as many letters as it has axes, as in "y0" and "y1".
     """
     axes: list[tuple[Axis, Letters]] = []
-    for axis in describe(kind).roles[role].axes:
+    for axis in kind.roles[role].axes:
         if axis.is_starred:
             letters = [(f"{axis.letters}{i}",) for i in range(stars)]
             axes += [(axis, each if axis.letters else ()) for each in letters]
@@ -202,23 +218,30 @@ def axes_of(kind: str, role: str, stars: int) -> "tuple[tuple[Axis, Letters], ..
 @functools.cache
 def describe(name: str) -> Description:
     """Return the row of a kind, read."""
-    row = table()[name]
-    shared = {**table()[row["like"]], **row} if "like" in row else row
+    row: dict[str, Any] = {"with": _NO_FORMS, **table()[name]}
+    shared: Mapping[str, Any] = table()[row["like"]] if "like" in row else {}
+    return _described(name, {**shared, **row})
+
+
+_NO_FORMS: Mapping[str, Any] = {}
+
+
+def _described(name: str, shared: Mapping[str, Any]) -> Description:
     roles: dict[str, Role] = {}
     for is_input, field in ((True, "inputs"), (False, "outputs")):
         for key, text in shared[field].items():
             role = _role(key, text, roles, is_input=is_input)
             roles[role.name] = role
-    pads = shared.get("pads")
+    pads, letters = shared.get("pads"), shared.get("letters", {})
     return Description(
         name=name,
         roles=roles,
         attributes={k: _field(v) for k, v in shared.get("attributes", {}).items()},
-        letters=shared.get("letters", {}),
+        letters=letters,
         ranks=tuple(shared.get("ranks", (0, 8))),
         windows={k: tuple(v.split()) for k, v in shared.get("windows", {}).items()},
         folds=tuple(shared.get("folds", "").split()),
-        is_apart_in_cudnn=shared.get("apart") == "cudnn",
+        apart=shared.get("apart", ""),
         whole=frozenset(shared.get("whole", "").split()),
         contracted=frozenset(shared.get("contracted", "").split()),
         maxima=frozenset(shared.get("maxima", "").split()),
@@ -227,7 +250,7 @@ def describe(name: str) -> Description:
         has_wide_sums=shared.get("wide_sums", False),
         pads=pads
         and Padding(
-            letters=tuple(pads["letters"].split()),
+            letters=tuple(x for x in pads["letters"].split() if x in letters),
             multiples=tuple(pads["multiples"]),
             advice=pads.get("advice", ""),
         ),
@@ -239,7 +262,26 @@ def describe(name: str) -> Description:
             for count, modes in shared.get("modes", {}).items()
             for mode in modes
         },
+        forms={
+            operand: _described(name, _with(shared, form))
+            for operand, form in shared["with"].items()
+        },
     )
+
+
+def _with(row: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the changes of a form; roles that are new come first."""
+    without = form.get("without", ())
+    changed: dict[str, Any] = {**row, **form, "with": _NO_FORMS}
+    for side in ("inputs", "outputs"):
+        own, old = form.get(side, {}), row[side]
+        new = {role: text for role, text in own.items() if role not in old}
+        changed[side] = {
+            role: text
+            for role, text in {**new, **old, **own}.items()
+            if role.rstrip("?") not in without
+        }
+    return changed
 
 
 def _role(key: str, text: str, known: Mapping[str, Role], *, is_input: bool) -> Role:

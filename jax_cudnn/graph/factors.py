@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax_cudnn.graph.axes import axis_classes
-from jax_cudnn.graph.kinds import is_anchor, kind_named, roles_in
+from jax_cudnn.graph.kinds import is_anchor, roles_in, row_of
 from jax_cudnn.graph.pointwise import is_extreme
 from jax_cudnn.graph.shapes import check_tensors, letters_of
 from jax_cudnn.graph.spec import Graph, Node
@@ -69,7 +69,7 @@ class _Reader:
         self._members = members
         self._classes = axis_classes(graph)
         (self._kernel,) = (node for node in graph.nodes if is_anchor(node))
-        self._row = kind_named(self._kernel.kind).row
+        self._row = row_of(self._kernel)
         # The letters of a class of axes, and the size of each letter. What no letter of
         # the kernel names is a letter of its own.
         self._letters: dict[int, tuple[str, ...]] = {}
@@ -206,7 +206,7 @@ class _Reader:
                 gone = read - has[name]
                 if node == self._kernel:
                     gone &= contracted
-                elif not kind_named(node.kind).row.is_sum:
+                elif not row_of(node).is_sum:
                     gone = set[int]()
                 found[name] = frozenset(gone)
         return found

@@ -113,7 +113,10 @@ def kind_named(name: str) -> NodeKind:
         return _KINDS[name]
     except KeyError:
         known = ", ".join(sorted(_KINDS))
-        raise GraphError(f"node kind {name!r} is not one of {known}") from None
+        raise GraphError(
+            f"node kind {name!r} is not one of {known}. Export a program of another "
+            "version of jax_cudnn again"
+        ) from None
 
 
 def all_kinds() -> Mapping[str, NodeKind]:
@@ -136,6 +139,11 @@ def roles_in(graph: "Graph", node: Node) -> dict[str, Tensor]:
     return roles_of(node, {tensor.name: tensor for tensor in graph.tensors})
 
 
+def row_of(node: Node) -> Description:
+    """Return the row of the node's kind, as it is with the operands of the node."""
+    return kind_named(node.kind).row.form(dict(node.inputs))
+
+
 def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
     """Raise GraphError unless the node's roles, attributes and shapes are legal."""
     kind = kind_named(node.kind)
@@ -144,9 +152,10 @@ def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
             f"{node.kind}: attributes are {type(node.attributes).__name__}, "
             f"not {kind.attributes.__name__}"
         )
+    row = row_of(node)
     for label, pairs, declared in (
-        ("input", node.inputs, kind.row.inputs),
-        ("output", node.outputs, kind.row.outputs),
+        ("input", node.inputs, row.inputs),
+        ("output", node.outputs, row.outputs),
     ):
         known = {role.name for role in declared}
         given = [role for role, _ in pairs]
@@ -161,7 +170,7 @@ def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
             if role.is_required and role.name not in given:
                 raise GraphError(f"{node.kind}: {label} {role.name!r} is missing")
     roles = roles_of(node, table)
-    check_attributes(kind.row, node.attributes)
-    check_tensors(kind.row, roles, node.attributes)
+    check_attributes(row, node.attributes)
+    check_tensors(row, roles, node.attributes)
     if kind.check is not None:
         kind.check(roles, node.attributes)

@@ -16,7 +16,6 @@ from jax_cudnn.graph.description import (
     Letters,
     Role,
     axes_of,
-    describe,
 )
 from jax_cudnn.graph.rules import FLOATS, accumulator
 from jax_cudnn.graph.spec import Attributes, DTypeName, Tensor
@@ -53,15 +52,15 @@ def check_tensors(
     ``roles`` has the tensors that the node has. A starred letter is followed by a
     number, as in "y0".
     """
-    return _sizes(kind.name, tuple(roles.items()), attributes)
+    return _sizes(kind.form(roles), tuple(roles.items()), attributes)
 
 
 # Tracing builds the same nodes again and again.
 @functools.lru_cache(maxsize=8192)
 def _sizes(
-    name: str, tensors: tuple[tuple[str, Tensor], ...], attributes: Attributes
+    kind: Description, tensors: tuple[tuple[str, Tensor], ...], attributes: Attributes
 ) -> Sizes:
-    kind, roles = describe(name), dict(tensors)
+    roles = dict(tensors)
     present = [role for role in kind.roles.values() if role.name in roles]
     for role in present:
         primal = role.name.removeprefix("grad_")
@@ -74,7 +73,7 @@ def _sizes(
             raise GraphError(f"{kind.name}: {name} has {count} entries, not {stars}")
     for role in present:
         _check_dtype(kind, role, roles)
-    axes = {role.name: axes_of(kind.name, role.name, stars) for role in present}
+    axes = {role.name: axes_of(kind, role.name, stars) for role in present}
     sizes = _solve(kind, present, axes, roles)
     for letter, (size, window) in kind.windows.items():
         for i in range(stars):
@@ -101,12 +100,13 @@ def letters_of(
     kind: Description, role: str, roles: Mapping[str, Tensor]
 ) -> list[Letters]:
     """Return the letters of each axis of a role, beside tensors that fit."""
+    kind = kind.form(roles)
     stars = (
         len(tensor.dims) - kind.roles[name].fixed_rank
         for name, tensor in roles.items()
         if kind.roles[name].is_starred
     )
-    return [letters for _, letters in axes_of(kind.name, role, next(stars, 0))]
+    return [letters for _, letters in axes_of(kind, role, next(stars, 0))]
 
 
 def result_dims(
@@ -124,7 +124,7 @@ def result_like(
     dims = result_dims(kind, role, roles, attributes)
     return Tensor(
         name=role,
-        dtype=cast("DTypeName", _wanted_dtype(kind.roles[role], roles)),
+        dtype=cast("DTypeName", _wanted_dtype(kind.form(roles).roles[role], roles)),
         dims=dims,
         order=tuple(range(len(dims))),
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from jax_cudnn import limits
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import pooling
-from jax_cudnn.legalize.attention import cached, f8, qkv, sdpa
+from jax_cudnn.legalize.attention import cached, f8, sdpa
 from jax_cudnn.legalize.common.legalization import ADVICE, Legal, Legalization, Rule
 from jax_cudnn.legalize.norms import rows as norm_rows
 from jax_cudnn.legalize.partition import partition, subgraph
@@ -44,12 +44,7 @@ RULES: dict[str, Rule] = {
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
     "sdpa_cached": cached.legalize,
-    "sdpa_dropout": sdpa.legalize_forward,
-    "sdpa_dropout_backward": sdpa.legalize_backward,
     "sdpa_f8": f8.legalize,
-    "sdpa_paged": cached.legalize,
-    "sdpa_qkv": qkv.legalize_forward,
-    "sdpa_qkv_backward": qkv.legalize_backward,
 }
 
 

@@ -8,12 +8,7 @@ from jax_cudnn.graph import Graph, Node, SdpaAttributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.limits.rows import ALL_GPUS, ALL_VERSIONS, Limit, Row, always
 
-_ATTENTION = frozenset(
-    {
-        *("sdpa", "sdpa_backward", "sdpa_dropout", "sdpa_dropout_backward"),
-        *("sdpa_qkv", "sdpa_qkv_backward", "sdpa_cached", "sdpa_paged"),
-    }
-)
+_ATTENTION = frozenset({"sdpa", "sdpa_backward", "sdpa_cached"})
 _F8_ATTENTION = frozenset({"sdpa_f8"})
 # cudnn-frontend's own refusals, of all but f8, and of f8.
 _SURFACE = "cudnn-frontend 1.28, `sdpa_support_surface.h`"
@@ -85,8 +80,8 @@ LIMITS = (
         source=_SURFACE,
     ),
     Limit(
-        kinds=frozenset({"sdpa_paged"}),
-        holds=always,
+        kinds=frozenset({"sdpa_cached"}),
+        holds=lambda _, node: "page_table" in dict(node.inputs),
         lacking=True,
         versions=range(90500),
         what="there is no attention over pages of a cache",

@@ -8,7 +8,6 @@ from them, so a new JAX release is met here.
 
 import contextlib
 import functools
-import io
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +39,8 @@ __all__ = [
     "Primitive",
     "ShapedArray",
     "align_varying",
-    "bytecode",
     "constants_as_operands",
     "custom_call",
-    "elements",
     "equation_function",
     "equation_name",
     "equation_place",
@@ -57,13 +54,11 @@ __all__ = [
     "is_linear_input",
     "is_on_host",
     "is_zero",
-    "jvp_where_nonzero",
     "lower_function",
     "max_over_groups",
     "output_aval",
     "packed",
     "partitioned_region",
-    "parts_of",
     "register_partitioner",
     "scatter_sum_over_groups",
     "set_batching",
@@ -265,27 +260,6 @@ def is_zero(tangent: object) -> bool:
     return isinstance(tangent, ad.Zero)
 
 
-def jvp_where_nonzero(
-    function: Callable[..., Sequence[jax.Array]],
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-    """Return `jax.jvp` of a function along the tangents that are not zero."""
-    moving = [i for i, tangent in enumerate(tangents) if not is_zero(tangent)]
-
-    def along(*values: jax.Array) -> Sequence[jax.Array]:
-        args = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            args[i] = value
-        return function(*args)
-
-    return jax.jvp(
-        along,
-        tuple(primals[i] for i in moving),
-        tuple(tangents[i] for i in moving),
-    )
-
-
 def instantiate_zero(tangent: Any) -> jax.Array:
     """Return the array that a tangent or cotangent stands for."""
     return ad.instantiate_zeros(tangent)
@@ -357,8 +331,6 @@ def output_aval(
 Partition = Callable[[Any, Any, Any, Any, bytes], tuple[bytes, list[Any], Any]]
 # Likewise, without the result's sharding, which it returns.
 Infer = Callable[[Any, Any, Any, bytes], Any]
-# For each axis, the part that each device has, or None where all have all of it.
-Parts = list[tuple[int, ...] | None]
 # Which devices send to each other, as XLA counts partitions.
 Groups = tuple[tuple[int, ...], ...]
 
@@ -491,34 +463,11 @@ def _combining(reduce: Any, ctx: Any, combine: Any) -> Sequence[Any]:
     return reduce.results
 
 
-def elements(shape: Any, sharding: Any) -> list[Any]:
-    """Return the shardings of the results that a shape, maybe a tuple, stands for."""
-    return sharding.tuple_elements() if shape.is_tuple() else [sharding]
-
-
 def packed(shape: Any, shardings: list[Any]) -> Any:
     """Return the sharding of results, a tuple's where their shape is one."""
     if not shape.is_tuple():
         return shardings[0]
     return xla_client.HloSharding.tuple_sharding(shape, shardings)
-
-
-def parts_of(sharding: Any, rank: int) -> tuple[int, Parts]:
-    """Return how many devices a sharding names, and which part of each axis they have.
-
-    A sharding that divides nothing need not name its devices.
-    """
-    if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
-        return 1, [None] * rank
-    dims = list(sharding.tile_assignment_dimensions())
-    devices = np.array(sharding.tile_assignment_devices())
-    coordinates = np.indices(dims).reshape(len(dims), -1)
-    by_device = np.empty_like(coordinates)
-    by_device[:, devices] = coordinates
-    return devices.size, [
-        tuple(int(part) for part in by_device[axis]) if dims[axis] > 1 else None
-        for axis in range(rank)
-    ]
 
 
 def hlo_sharding(axes: list[list[tuple[int, tuple[int, ...]]]], devices: int) -> Any:
@@ -543,11 +492,3 @@ def hlo_sharding(axes: list[list[tuple[int, tuple[int, ...]]]], devices: int) ->
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
     """Forget the mesh of the code that XLA interrupts to have a call divided."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-def bytecode(lowered: jax.stages.Lowered) -> bytes:
-    """Return a lowered program as StableHLO's bytecode."""
-    data = io.BytesIO()
-    module: Any = lowered.compiler_ir("stablehlo")
-    module.operation.write_bytecode(data)
-    return data.getvalue()

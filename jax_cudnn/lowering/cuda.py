@@ -29,10 +29,10 @@ from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 
 _log = logging.getLogger("jax_cudnn")
 
-# The XLA of JAX 0.11.2 runs a custom call of a loop's body twice if its results are both
-# stacked over the turns and read in the body, as attention's are in a scan over layers:
-# it moves a copy of the call into the fusion that stacks them. It moves none from behind
-# a barrier. JAX 0.11.1 and 0.12 do not repeat calls
+# The XLA of JAX 0.11.2 runs a custom call of a loop's body twice if its results are
+# both stacked over the turns and read in the body, as attention's are in a scan over
+# layers: it moves a copy of the call into the fusion that stacks them. It moves none
+# from behind a barrier. JAX 0.11.1 and 0.12 do not repeat calls
 # (https://github.com/openxla/xla/pull/45799).
 _REPEATS_STACKED_CALLS = jaxlib.version.__version__ == "0.11.2"
 
@@ -115,7 +115,7 @@ def run_xla(
 _CHEAP = {"add", "identity", "mul", "neg", "relu_grad", "relu6_grad", "select", "sub"}
 # XLA computes these and their sums in one kernel, once it takes their results for what
 # they are in 16 bits. It does not do so with others' exponentials
-# (docs/benchmarks/xla_code.md).
+# (docs/internals/measured/xla_code.md).
 _SUMMED_AT_ONCE = {"elu_grad", "sigmoid_grad", "silu_grad"}
 
 
@@ -130,7 +130,7 @@ def _read_by_sums(graph: Graph) -> dict[str, Keep]:
     """Return the made tensors that sums read beside others, if they are not cheap.
 
     They are in memory anyway; XLA would rather compute them twice than read them
-    (docs/benchmarks/where_to_fuse.md).
+    (docs/internals/measured/where_to_fuse.md).
     """
     modes = {getattr(node.attributes, "mode", "add") for node in graph.nodes}
     if modes <= _CHEAP:

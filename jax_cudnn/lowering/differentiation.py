@@ -21,6 +21,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, added_first, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.linear import jvp_where_nonzero
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
 from jax_cudnn.lowering.sharding.array_types import struct_of, typed_like
 
@@ -158,7 +159,7 @@ def _linear_jvp(
     # The saved results do not enter: they are functions of the primals, through which
     # the reference is differentiated already.
     function = functools.partial(linear_by_reference, **params)
-    return _jax.jvp_where_nonzero(function, primals, tangents)
+    return jvp_where_nonzero(function, primals, tangents)
 
 
 # --- reverse mode ---------------------------------------------------------------------

@@ -6,7 +6,7 @@ reverse mode the transpose. JAX's own ``linear_call`` has no vmap and no second 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,11 +72,32 @@ def _avals(*args: Any, function: LinearFunction, counts: tuple[int, int]) -> lis
     return [_jax.output_aval(x.shape, x.dtype, args, x.sharding.spec) for x in results]
 
 
+def jvp_where_nonzero(
+    function: Callable[..., Sequence[jax.Array]],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """Return `jax.jvp` of a function along the tangents that are not zero."""
+    moving = [i for i, tangent in enumerate(tangents) if not _jax.is_zero(tangent)]
+
+    def along(*values: jax.Array) -> Sequence[jax.Array]:
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        return function(*args)
+
+    return jax.jvp(
+        along,
+        tuple(primals[i] for i in moving),
+        tuple(tangents[i] for i in moving),
+    )
+
+
 def _jvp(
     primals: Arrays, tangents: Sequence[Any], **params: Any
 ) -> tuple[Arrays, Arrays]:
     function = functools.partial(_apply, **params)
-    return _jax.jvp_where_nonzero(function, primals, tangents)
+    return jvp_where_nonzero(function, primals, tangents)
 
 
 def _transpose(

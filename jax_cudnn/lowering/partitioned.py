@@ -13,6 +13,7 @@ and an exported program can be divided where it is loaded.
 
 import contextlib
 import functools
+import io
 import json
 import logging
 import uuid
@@ -198,7 +199,7 @@ def _partition(
 ) -> tuple[bytes, list[Any], Any]:
     """Answer XLA's partitioner: a device's program, and what is sharded how."""
     call = _Call(config, arg_shapes)
-    results = _jax.elements(result_shape, result_sharding)
+    results = _elements(result_shape, result_sharding)
     division, devices = call.divide([*arg_shardings], results)
     module = call.program(division, devices)
     return (
@@ -248,7 +249,7 @@ class _Call:
         for name, sharding in zip(names, [*arguments, *results], strict=False):
             if sharding is None:
                 continue
-            count, parts = _jax.parts_of(sharding, len(self._factors.axes[name]))
+            count, parts = _parts_of(sharding, len(self._factors.axes[name]))
             devices = max(devices, count)
             cuts = [
                 None if each is None else DeviceCut(max(each) + 1, each)
@@ -278,17 +279,17 @@ class _Call:
     def program(self, division: Division[DeviceCut], devices: int) -> bytes:
         """Return a device's program, as StableHLO's bytecode."""
 
-        def groups(over: frozenset[int]) -> _jax.Groups:
-            return _groups(division, devices, over)
+        def groups(over: frozenset[int], cut: DeviceCut | None = None) -> _jax.Groups:
+            return _groups(division, devices, over, cut)
 
         collectives = Collectives(
             total=lambda x, over: _sum_p.bind(x, groups=groups(over)),
             most=lambda x, over: _max_p.bind(x, groups=groups(over)),
-            scatter=lambda x, over, axis: _scatter_p.bind(
-                x, groups=groups(over), axis=axis
+            scatter=lambda x, over, axis, cut: _scatter_p.bind(
+                x, groups=groups(over, cut), axis=axis
             ),
-            exchange=lambda x, over, axis: _exchange_p.bind(
-                x, groups=groups(over), axis=axis
+            exchange=lambda x, over, axis, cut: _exchange_p.bind(
+                x, groups=groups(over, cut), axis=axis
             ),
         )
 
@@ -329,22 +330,61 @@ class _Call:
                 .trace(*operands)
                 .lower(lowering_platforms=(self._platform,))
             )
-        return _jax.bytecode(lowered)
+        return _bytecode(lowered)
+
+
+# For each axis, the part that each device has, or None where all have all of it.
+_Parts = list[tuple[int, ...] | None]
+
+
+def _elements(shape: Any, sharding: Any) -> list[Any]:
+    """Return the shardings of the results that a shape, maybe a tuple, stands for."""
+    return sharding.tuple_elements() if shape.is_tuple() else [sharding]
+
+
+def _parts_of(sharding: Any, rank: int) -> tuple[int, _Parts]:
+    """Return how many devices a sharding names, and which part of each axis they have.
+
+    A sharding that divides nothing need not name its devices.
+    """
+    if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
+        return 1, [None] * rank
+    dims = list(sharding.tile_assignment_dimensions())
+    devices = np.array(sharding.tile_assignment_devices())
+    coordinates = np.indices(dims).reshape(len(dims), -1)
+    by_device = np.empty_like(coordinates)
+    by_device[:, devices] = coordinates
+    return devices.size, [
+        tuple(int(part) for part in by_device[axis]) if dims[axis] > 1 else None
+        for axis in range(rank)
+    ]
+
+
+def _bytecode(lowered: jax.stages.Lowered) -> bytes:
+    """Return a lowered program as StableHLO's bytecode."""
+    data = io.BytesIO()
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.write_bytecode(data)
+    return data.getvalue()
 
 
 def _groups(
-    division: Division[DeviceCut], devices: int, over: frozenset[int]
+    division: Division[DeviceCut],
+    devices: int,
+    over: frozenset[int],
+    cut: DeviceCut | None,
 ) -> _jax.Groups:
     """Return which devices add up their shares: those that differ only along `over`.
 
     Where several devices have the same part, each of these joins one group. Groups are
-    in the order of the shares.
+    in the order of the parts of a sum that is scattered by a cut, or of the shares.
     """
     found: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = {}
     for device in range(devices):
-        shares = tuple(division.cuts[f].parts[device] for f in sorted(over))
+        cuts = [division.cuts[f] for f in sorted(over)] if cut is None else [cut]
+        shares = tuple(each.parts[device] for each in cuts)
         others = tuple(
-            cut.parts[device] for f, cut in division.cuts.items() if f not in over
+            each.parts[device] for f, each in division.cuts.items() if f not in over
         )
         found.setdefault(others, {}).setdefault(shares, []).append(device)
     return tuple(

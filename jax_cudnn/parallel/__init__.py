@@ -4,14 +4,22 @@
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.parallel.attention import sdpa
 from jax_cudnn.parallel.combining import combine
-from jax_cudnn.parallel.order import from_zigzag, to_zigzag, token_positions
+from jax_cudnn.parallel.order import (
+    from_striped,
+    from_zigzag,
+    to_striped,
+    to_zigzag,
+    token_positions,
+)
 from jax_cudnn.parallel.sharded import sharded_sdpa
 
 __all__ = [
     "combine",
+    "from_striped",
     "from_zigzag",
     "sdpa",
     "sharded_sdpa",
+    "to_striped",
     "to_zigzag",
     "token_positions",
 ]

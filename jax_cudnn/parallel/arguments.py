@@ -87,6 +87,13 @@ def check_arguments(
     then.
     """
     check_order(op, layout.order)
+    if layout.order == "striped" and layout.method == "all_gather":
+        raise ValueError(
+            f"{op}: order='striped' with method='all_gather'. The queries of a device "
+            "are no neighbours then, and no kernel has causality between them and the "
+            "keys of the whole sequence. Use method='ring' or 'all_to_all', or "
+            "order='zigzag'."
+        )
     call = given.options(op)
     with on_behalf_of(op, "sdpa"):
         hiding = _hiding(tokens, given, layout)

@@ -24,7 +24,7 @@ from jax_cudnn.parallel.blocks import Partial, accumulator
 from jax_cudnn.parallel.derivatives import attention
 from jax_cudnn.parallel.gathering import ALL_GATHER
 from jax_cudnn.parallel.heads import attend_by_heads
-from jax_cudnn.parallel.order import all_positions, from_zigzag, positions_of
+from jax_cudnn.parallel.order import all_positions, natural, positions_of
 from jax_cudnn.parallel.problem import (
     Method,
     Problem,
@@ -129,7 +129,8 @@ def sdpa(
 
     Under `is_causal` in contiguous order, the last device has about twice the average
     work, and the others wait for it. In zigzag order all have the same: order the
-    tokens with :func:`to_zigzag`.
+    tokens with :func:`to_zigzag`. Where the sequence consists of packed documents, all
+    have the same in striped order (:func:`to_striped`), with "ring".
 
     All of JAX's transformations apply. Reverse mode runs cuDNN's backward kernel on
     each block, with the log-sum-exp of all keys. Forward mode and second order run the
@@ -150,9 +151,10 @@ def sdpa(
       axis_name: the mesh axis, or several, that the sequence is sharded over.
       method: "ring" (default), "all_gather" or "all_to_all".
       order: how the sequence's tokens are shared out: "contiguous" (default), each
-        device holding tokens that follow one another, or "zigzag", see
-        :func:`to_zigzag`. Queries, keys, and both token axes of bias and mask are in
-        the same order.
+        device holding tokens that follow one another, "zigzag", see
+        :func:`to_zigzag`, or "striped", see :func:`to_striped`, which "all_gather" does
+        not take. Queries, keys, and both token axes of bias and mask are in the same
+        order.
       query_seq_lengths: integers (b,), the lengths of whole sequences, the same on all
         devices. Default None: all queries.
       key_value_seq_lengths: likewise, of keys.
@@ -177,9 +179,10 @@ def sdpa(
       of the head, and -inf without sinks.
 
     Raises:
-      ValueError: an axis that is not there; an unknown `method` or `order`; in zigzag
-        order an odd number of tokens on a device; heads that "all_to_all" cannot share
-        out; symbolic dimensions; and as :func:`jax_cudnn.sdpa`.
+      ValueError: an axis that is not there; an unknown `method` or `order`, or
+        "all_gather" in striped order; in zigzag order an odd number of tokens on a
+        device; heads that "all_to_all" cannot share out; symbolic dimensions; and as
+        :func:`jax_cudnn.sdpa`.
       TypeError: an `axis_name` that is no name; and as :func:`jax_cudnn.sdpa`.
       UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block; a `score_mod` that no
         graph can hold.
@@ -247,7 +250,7 @@ def _layout(axis_name: AxisName, count: int, method: Method, order: Order) -> La
 
     def whole(x: jax.Array) -> jax.Array:
         x = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
-        return x if order == "contiguous" else from_zigzag(x, count, 1)
+        return natural(x, count, order)
 
     def positions(s: int, t: int) -> Positions:
         device = jax.lax.axis_index(axis_name)

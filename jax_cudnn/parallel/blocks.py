@@ -230,6 +230,8 @@ class _Block:
         if shares.query_starts is None or not call.is_shifted:
             given |= _within("query", self.queries, *call.rows)
             given |= _within("key", keys.places, first, count)
+            if "query_starts" in given and call.is_causal:
+                given |= self._from_visible(given, call, first)
         if shares.dropout_seed is not None:
             given["dropout_mask"] = self._kept(call, first)
         return Operands.of(
@@ -240,6 +242,26 @@ class _Block:
                 "value": _slice(keys.value, first, count, axis=1),
             }
         )
+
+    def _from_visible(
+        self, given: dict[str, jax.Array], call: Call, first: _First
+    ) -> dict[str, jax.Array]:
+        """Return sequences that begin with their first query that sees a key.
+
+        Only in striped order may there be one before it, of which the device of the
+        keys has no token as early.
+        """
+        if self.problem.order != "striped":
+            return {}
+        starts, lengths = given["query_starts"], given["query_lengths"]
+        own, others = (
+            jnp.take(tokens.numbers, places, mode="clip")
+            for tokens, places in zip(
+                self._tokens(call, first), (starts, given["key_starts"]), strict=True
+            )
+        )
+        blind = jnp.minimum((own < others).astype(lengths.dtype), lengths)
+        return {"query_starts": starts + blind, "query_lengths": lengths - blind}
 
     def _sentences(self, call: Call) -> tuple[Sentence, ...]:
         """Return the sentences that are a mask in a call."""
@@ -283,9 +305,10 @@ class _Block:
     def may_be_seen(self, call: Call, first: _First) -> jax.Array | None:
         """Return whether a call may have something to do; None where it has.
 
-        The keys of the device's own tokens always do.
+        The keys of the device's own tokens always do, and so does, in striped order,
+        every device's part of the sequence.
         """
-        if not self.step.shift:
+        if not self.step.shift or self.problem.order == "striped":
             return None
         bounds = [*sentences_of(self.problem, self.shares)]
         if (packing := membership(self.shares)) is not None:

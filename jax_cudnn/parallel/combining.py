@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.common.arguments import as_operand, check_dtype, describe
-from jax_cudnn.reference.attention.sdpa import combined
+from jax_cudnn.reference.attention.softmax import combined
 
 
 def combine(

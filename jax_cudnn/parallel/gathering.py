@@ -17,18 +17,18 @@ from jax_cudnn.parallel.blocks import (
     no_gradients,
 )
 from jax_cudnn.parallel.derivatives import Method, OperandGradients
-from jax_cudnn.parallel.order import from_zigzag, to_zigzag
+from jax_cudnn.parallel.order import natural, ordered
 from jax_cudnn.parallel.problem import Problem, Shares
 from jax_cudnn.parallel.ring import needs_positions, operand_gradients, query_places
 from jax_cudnn.parallel.schedule import Step, gathered_step
 
 
 def _forward(problem: Problem, shares: Shares) -> Partial:
-    step, ordered = _step(problem, shares), _in_order(problem, shares)
+    step, moved = _step(problem, shares), _in_order(problem, shares)
     total = attend_step(
         problem,
         step,
-        ordered,
+        moved,
         query_places(problem, shares),
         _gathered(problem, shares),
         None,
@@ -42,16 +42,16 @@ def _backward(
     cotangents: Cotangents,
     wanted: tuple[str, ...],
 ) -> OperandGradients:
-    step, ordered = _step(problem, shares), _in_order(problem, shares)
+    step, moved = _step(problem, shares), _in_order(problem, shares)
     keys = _gathered(problem, shares)
     sums = gradient_step(
         problem,
         step,
-        ordered,
+        moved,
         query_places(problem, shares),
         keys,
         cotangents,
-        no_gradients(ordered, keys, wanted),
+        no_gradients(moved, keys, wanted),
     )
     scores = {role: _as_stored(problem, x, 3) for role, x in sums.scores.items()}
     key, value = (
@@ -98,19 +98,17 @@ def _gathered(problem: Problem, shares: Shares) -> Keys:
 
 def _in_order(problem: Problem, shares: Shares) -> Shares:
     """Return the shares with the columns of scores and mask in the sequence's order."""
-    ordered = {role: _natural(problem, x, 3) for role, x in shares.scores.items()}
+    moved = {role: _natural(problem, x, 3) for role, x in shares.scores.items()}
     if shares.mask is not None:
-        ordered["mask"] = _natural(problem, shares.mask, 3)
-    return shares._replace(**ordered)
+        moved["mask"] = _natural(problem, shares.mask, 3)
+    return shares._replace(**moved)
 
 
 def _natural(problem: Problem, x: jax.Array, axis: int) -> jax.Array:
-    if problem.order == "contiguous" or x.shape[axis] == 1:
-        return x
-    return from_zigzag(x, problem.count, axis)
+    one = x.shape[axis] == 1
+    return x if one else natural(x, problem.count, problem.order, axis)
 
 
 def _as_stored(problem: Problem, x: jax.Array, axis: int) -> jax.Array:
-    if problem.order == "contiguous" or x.shape[axis] == 1:
-        return x
-    return to_zigzag(x, problem.count, axis)
+    one = x.shape[axis] == 1
+    return x if one else ordered(x, problem.count, problem.order, axis)

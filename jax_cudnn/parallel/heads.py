@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.ops.attention.attend import Operands, attend_by_rows
 from jax_cudnn.ops.attention.visibility.sentences import Tokens
-from jax_cudnn.parallel.order import from_zigzag, to_zigzag
+from jax_cudnn.parallel.order import natural, ordered
 from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, sentences_of
 
 
@@ -27,7 +27,7 @@ def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Arra
         return _swapped(problem, x, split=2, concat=1, from_order=is_natural)
 
     def to_tokens(x: jax.Array) -> jax.Array:
-        x = to_zigzag(x, problem.count) if is_natural else x
+        x = ordered(x, problem.count, problem.order) if is_natural else x
         return _swapped(problem, x, split=1, concat=2)
 
     # What belongs to scores, for the rows of this device's queries and all heads.
@@ -101,7 +101,7 @@ def _swapped(
     x = jax.lax.all_to_all(
         x, problem.axis_name, split_axis=split, concat_axis=concat, tiled=True
     )
-    return from_zigzag(x, problem.count, concat) if from_order else x
+    return natural(x, problem.count, problem.order, concat) if from_order else x
 
 
 def _of_own_heads(
@@ -122,7 +122,7 @@ def _of_own_heads(
         found = _own_heads(problem, x, axis=1)
     for axis in (2, 3):
         if is_natural and found.shape[axis] != 1:
-            found = from_zigzag(found, problem.count, axis)
+            found = natural(found, problem.count, problem.order, axis)
     return found
 
 

@@ -54,7 +54,7 @@ def to_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
       >>> from_zigzag(to_zigzag(jnp.arange(8), 2, axis=0), 2, axis=0)
       Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
-    array, axis = _checked("to_zigzag", x, count, axis)
+    array, axis = _checked("to_zigzag", x, count, axis, chunks=2)
     shape = array.shape
     size = shape[axis] // (2 * count)
     split = (*shape[:axis], 2, count, size, *shape[axis + 1 :])
@@ -69,7 +69,7 @@ def from_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
 
     The inverse of :func:`to_zigzag`, with the same arguments and errors.
     """
-    array, axis = _checked("from_zigzag", x, count, axis)
+    array, axis = _checked("from_zigzag", x, count, axis, chunks=2)
     shape = array.shape
     size = shape[axis] // (2 * count)
     split = (*shape[:axis], count, 2, size, *shape[axis + 1 :])
@@ -79,7 +79,70 @@ def from_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
     return jnp.reshape(halves, shape)
 
 
-def _checked(op: str, x: ArrayLike, count: int, axis: int) -> tuple[jax.Array, int]:
+def to_striped(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
+    """Return an array with the tokens along an axis in striped order.
+
+    Of the result's `count` equal shares, share i holds the tokens i, i + count,
+    i + 2 * count and so on. So all shares have the same part of each document of a
+    packed sequence, however long it is, and the same work under a causal mask.
+
+    Apply it to all that has a token axis, as with :func:`to_zigzag`.
+
+    Args:
+      x: an array with tokens along `axis`, in the order of the sequence.
+      count: how many devices the axis is to be sharded over.
+      axis: the axis of the tokens; 1 in (batch, length, heads, head size). Default 1.
+
+    Raises:
+      ValueError: an axis that `x` lacks, or whose size is not a multiple of count.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn.parallel import from_striped, to_striped
+      >>> to_striped(jnp.arange(8), 2, axis=0)
+      Array([0, 2, 4, 6, 1, 3, 5, 7], dtype=int32)
+      >>> from_striped(to_striped(jnp.arange(8), 2, axis=0), 2, axis=0)
+      Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
+    array, axis = _checked("to_striped", x, count, axis, chunks=1)
+    return _transposed(array, axis, array.shape[axis] // count)
+
+
+def from_striped(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
+    """Return an array with the tokens in the order of the sequence again.
+
+    The inverse of :func:`to_striped`, with the same arguments and errors.
+    """
+    array, axis = _checked("from_striped", x, count, axis, chunks=1)
+    return _transposed(array, axis, count)
+
+
+def _transposed(x: jax.Array, axis: int, rows: int) -> jax.Array:
+    """Return an array of which an axis is taken for a matrix of rows, transposed."""
+    shape = x.shape
+    columns = shape[axis] // rows if rows else 0
+    matrix = jnp.reshape(x, (*shape[:axis], rows, columns, *shape[axis + 1 :]))
+    return jnp.reshape(jnp.swapaxes(matrix, axis, axis + 1), shape)
+
+
+def ordered(x: jax.Array, count: int, order: Order, axis: int = 1) -> jax.Array:
+    """Return an array with the tokens of a sequence put in an order."""
+    if order == "contiguous":
+        return x
+    return (to_zigzag if order == "zigzag" else to_striped)(x, count, axis)
+
+
+def natural(x: jax.Array, count: int, order: Order, axis: int = 1) -> jax.Array:
+    """Return an array with the tokens in the order of the sequence again."""
+    if order == "contiguous":
+        return x
+    return (from_zigzag if order == "zigzag" else from_striped)(x, count, axis)
+
+
+def _checked(
+    op: str, x: ArrayLike, count: int, axis: int, *, chunks: int
+) -> tuple[jax.Array, int]:
+    """Return the array and a number of its axes, which has so many chunks a device."""
     array = as_operand(op, "x", x)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(
@@ -87,11 +150,12 @@ def _checked(op: str, x: ArrayLike, count: int, axis: int) -> tuple[jax.Array, i
         )
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"{op}: x is {describe(array)}, which has no axis {axis}.")
-    if array.shape[axis] % (2 * count):
+    if array.shape[axis] % (chunks * count):
+        name = "count" if chunks == 1 else f"{chunks} * count"
         raise ValueError(
             f"{op}: x is {describe(array)}. Axis {axis} has {array.shape[axis]} "
-            f"tokens, not a multiple of 2 * count = {2 * count}. Pad the sequence, and "
-            "pass its length to the attention."
+            f"tokens, not a multiple of {name} = {chunks * count}. Pad the sequence, "
+            "and pass its length to the attention."
         )
     return array, axis % array.ndim
 
@@ -106,7 +170,8 @@ def token_positions(
     Args:
       length: how many tokens of the sequence each device holds.
       axis_name: the mesh axis, or axes, that the sequence is sharded over.
-      order: how its tokens are shared out, "contiguous" (default) or "zigzag".
+      order: how its tokens are shared out, "contiguous" (default), "zigzag" or
+        "striped".
 
     Returns:
       (length,) i32, in ascending order.
@@ -131,6 +196,8 @@ def positions_of(device: jax.Array, count: int, length: int, order: Order) -> ja
     index = jnp.arange(length, dtype=jnp.int32)
     if order == "contiguous":
         return device * length + index
+    if order == "striped":
+        return device + count * index
     half = length // 2
     later = 2 * count - 1 - device
     return jnp.where(index < half, device * half + index, later * half + index - half)
@@ -138,15 +205,17 @@ def positions_of(device: jax.Array, count: int, length: int, order: Order) -> ja
 
 def run_length(order: Order, tokens: int) -> int:
     """Return how many of a device's tokens follow one another, at multiples of it."""
-    return tokens if order == "contiguous" else tokens // 2
+    return {"contiguous": tokens, "zigzag": tokens // 2, "striped": 1}[order]
 
 
 def all_positions(count: int, length: int, order: Order) -> np.ndarray:
     """Return the positions of all devices' tokens, one device after another."""
-    natural = np.arange(count * length, dtype=np.int32)
+    found = np.arange(count * length, dtype=np.int32)
     if order == "contiguous":
-        return natural
-    first, second = np.reshape(natural, (2, count, -1))
+        return found
+    if order == "striped":
+        return np.reshape(np.reshape(found, (length, count)).T, -1)
+    first, second = np.reshape(found, (2, count, -1))
     return np.reshape(np.stack([first, second[::-1]], 1), -1)
 
 
@@ -159,6 +228,8 @@ def visible_tokens(
     """
     if order == "contiguous":
         return jnp.clip(lengths - device * tokens, 0, tokens)
+    if order == "striped":
+        return jnp.clip((lengths - device + count - 1) // count, 0, tokens)
     half = tokens // 2
     first = jnp.clip(lengths - device * half, 0, half)
     return first + jnp.clip(lengths - (2 * count - 1 - device) * half, 0, half)

@@ -129,6 +129,7 @@ def _steps(problem: Problem, shares: Shares) -> tuple[Step, ...]:
         queries=shares.query.shape[1],
         keys=shares.key.shape[1],
         band=problem.band,
+        is_packed=shares.query_starts is not None,
     )
 
 

@@ -2,18 +2,19 @@
 """Schedules which queries meet which keys on each device: numbers, no arrays.
 
 A sequence is cut into chunks of equal length. In contiguous order device i of n holds
-chunk i; in zigzag order chunks i and 2n - 1 - i. A device's tokens are in ascending
-order in both. Query r sees key c if `lowest` <= position of c - position of r <=
-`highest`: causality and windows are of this kind, everything else hides no whole block.
+chunk i; in zigzag order chunks i and 2n - 1 - i. In striped order device i holds every
+n-th token, from token i on. A device's tokens are in ascending order in all of them.
+Query r sees key c if `lowest` <= position of c - position of r <= `highest`: causality
+and windows are of this kind, everything else hides no whole block.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-Order = Literal["contiguous", "zigzag"]
+Order = Literal["contiguous", "zigzag", "striped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,18 @@ class Band:
     def is_everything(self) -> bool:
         """Whether it hides no key at all."""
         return self.lowest == -math.inf and self.highest == math.inf
+
+    def between(self, queries: int, keys: int, count: int) -> "Band":
+        """Return the band of two devices' tokens by their numbers, in striped order.
+
+        Query r and key c of these devices have the positions count * r + queries and
+        count * c + keys.
+        """
+        lowest, highest = (x + queries - keys for x in (self.lowest, self.highest))
+        return Band(
+            lowest=lowest if math.isinf(lowest) else math.ceil(lowest / count),
+            highest=highest if math.isinf(highest) else math.floor(highest / count),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,24 +112,37 @@ def chunks_of(device: int, count: int, order: Order) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def ring_steps(
-    *, count: int, order: Order, queries: int, keys: int, band: Band
+    *,
+    count: int,
+    order: Order,
+    queries: int,
+    keys: int,
+    band: Band,
+    is_packed: bool = False,
 ) -> tuple[Step, ...]:
     """Return the steps of a ring of `count` devices that hold so many tokens each.
 
     Steps in which no device has work are left out, but not the first, in which each
-    device has its own keys.
+    device has its own keys. With ``is_packed``, causality and windows of calls that are
+    not shifted count from the first visible token of each packed sequence.
     """
+
+    def calls(device: int, source: int) -> tuple[Call, ...]:
+        if order == "striped":
+            own = band.between(device, source, count)
+            is_causal = is_packed and band.highest == 0
+            call = (_packed_call if is_causal else _striped_call)(queries, keys, own)
+            return () if call is None else (call,)
+        return _calls(
+            _runs(chunks_of(device, count, order), queries),
+            _runs(chunks_of(source, count, order), keys),
+            band,
+        )
+
     steps = [
         _step(
             shift,
-            [
-                _calls(
-                    _runs(chunks_of(device, count, order), queries),
-                    _runs(chunks_of((device - shift) % count, count, order), keys),
-                    band,
-                )
-                for device in range(count)
-            ],
+            [calls(device, (device - shift) % count) for device in range(count)],
         )
         for shift in range(count)
     ]
@@ -171,6 +197,32 @@ def _runs(chunks: Sequence[int], tokens: int) -> list[_Run]:
             new = _Run(first=last.first, position=last.position, count=2 * size)
         runs.append(new)
     return runs
+
+
+def _striped_call(queries: int, keys: int, band: Band) -> Call | None:
+    """Return the call on all tokens of two devices, given the band of their numbers."""
+    rows, columns = (_Run(first=0, position=0, count=x) for x in (queries, keys))
+    call = _call(rows, columns, band)
+    # Packed sequences begin with other tokens on each device.
+    return None if call is None else replace(call, is_shifted=not call.is_full)
+
+
+def _packed_call(queries: int, keys: int, band: Band) -> Call | None:
+    """Return the call on the tokens of two devices, for causal packed sequences.
+
+    A query of a sequence sees the keys up to its own number within the sequence, or up
+    to the one before that, depending on which device has the sequence's first token. So
+    numbers count from its first query that sees a key. Thus devices need not differ.
+    """
+    left = band.highest - band.lowest
+    if left < 0 or not queries or not keys:
+        return None
+    return Call(
+        rows=(0, queries),
+        columns=(0, keys),
+        is_causal=True,
+        window=(int(left), 0) if left < queries - 1 else (),
+    )
 
 
 def _calls(

@@ -33,7 +33,7 @@ from jax_cudnn.ops.common.meshes import (
 )
 from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.attention import attend_shares, check_method
-from jax_cudnn.parallel.order import all_positions, check_order, from_zigzag
+from jax_cudnn.parallel.order import all_positions, check_order, natural
 from jax_cudnn.parallel.problem import SCORES, SEQUENCES, Method, Problem
 from jax_cudnn.parallel.schedule import Order
 
@@ -120,7 +120,8 @@ def sharded_sdpa(
       head_axis: likewise for h and k, both of which must be multiples.
       method: "ring" (default), "all_gather" or "all_to_all".
       order: the order of the tokens in all operands: "contiguous" (default), or
-        "zigzag" where :func:`to_zigzag` has ordered them, for as many devices.
+        "zigzag" or "striped" where :func:`to_zigzag` or :func:`to_striped` has ordered
+        them, for as many devices.
       sinks: (h,), sharded like h.
       dropout_rate: as in :func:`jax_cudnn.sdpa`, with the same weights dropped.
       dropout_key: as in :func:`jax_cudnn.sdpa`.
@@ -184,7 +185,7 @@ def _layout(axis: AxisName, count: int, method: Method, order: Order) -> Layout:
     """Return the layout of whole arrays that devices share."""
 
     def whole(x: jax.Array) -> jax.Array:
-        return x if order == "contiguous" else from_zigzag(x, count, 1)
+        return natural(x, count, order)
 
     def positions(s: int, t: int) -> Positions:
         if order == "contiguous":

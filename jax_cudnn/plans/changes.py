@@ -15,9 +15,8 @@ from jax_cudnn.graph import (
     Node,
     Tensor,
     is_anchor,
-    kind_named,
 )
-from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.graph.shapes import check_tensors, resized
 from jax_cudnn.graph.walks import read_by, sources
 from jax_cudnn.lowering.decision import precision_refusal
@@ -99,7 +98,7 @@ _NARROW = ("f8_e4m3fn", "f8_e5m2", "i8", "u8")
 
 def _is_sum(node: Node, role: str) -> bool:
     """Whether a role is f32 beside 16-bit operands, such as a log-sum-exp."""
-    return kind_named(node.kind).row.roles[role].is_sum
+    return row_of(node).roles[role].is_sum
 
 
 def _of_dtypes(part: Graph, options: Options) -> Iterator[Change]:
@@ -185,7 +184,7 @@ _Dims = tuple[int, ...]
 
 def _of_sizes(part: Graph, options: Options) -> Iterator[Change]:
     anchors = [node for node in part.nodes if is_anchor(node)]
-    if len(anchors) != 1 or (pads := kind_named(anchors[0].kind).row.pads) is None:
+    if len(anchors) != 1 or (pads := row_of(anchors[0]).pads) is None:
         return
     (node,) = anchors
     names = dict((*node.inputs, *node.outputs))
@@ -203,7 +202,7 @@ def _rounded(part: Graph, node: Node, multiple: int) -> tuple[str, dict[str, _Di
 
     The words are empty where all sizes are such multiples.
     """
-    row = kind_named(node.kind).row
+    row = row_of(node)
     assert row.pads is not None
     roles = roles_in(part, node)
     sizes = check_tensors(row, roles, node.attributes)

@@ -215,10 +215,10 @@ def _properties(
     return products.properties_of(part, way, ways, tables)
 
 
-_ATTENTION = ("sdpa", "sdpa_dropout", "sdpa_qkv")
+_ATTENTION = ("sdpa",)
 _POOLING = ("avg_pool", "max_pool")
 # Attention over caches and over f8 operands is cuDNN's wherever it has a plan. So are
 # products of blocks: XLA multiplies them in bf16.
-_CUDNNS = ("block_scaled_matmul", "sdpa_cached", "sdpa_f8", "sdpa_paged")
+_CUDNNS = ("block_scaled_matmul", "sdpa_cached", "sdpa_f8")
 # The kinds of kernels that are told by name, beside norms and contractions.
 NAMED = (*_ATTENTION, *_POOLING, *_CUDNNS, "causal_conv1d", "grouped_matmul")

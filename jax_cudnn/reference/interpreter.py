@@ -13,7 +13,7 @@ from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import accumulator, narrow_dtype
 from jax_cudnn.reference import norms, pointwise, pooling
-from jax_cudnn.reference.attention import cached, f8, qkv, sdpa
+from jax_cudnn.reference.attention import cached, f8, qkv
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.products import (
     block_scaled,
@@ -55,15 +55,10 @@ RULES: dict[str, Rule] = {
     "reduction": pointwise.reduction,
     "rms_norm": norms.forward("rms_norm"),
     "rms_norm_backward": norms.backward("rms_norm"),
-    "sdpa": sdpa.forward,
-    "sdpa_backward": sdpa.backward,
+    "sdpa": qkv.forward,
+    "sdpa_backward": qkv.backward,
     "sdpa_cached": cached.forward,
-    "sdpa_dropout": sdpa.forward,
-    "sdpa_dropout_backward": sdpa.backward,
     "sdpa_f8": f8.forward,
-    "sdpa_paged": cached.forward,
-    "sdpa_qkv": qkv.forward,
-    "sdpa_qkv_backward": qkv.backward,
 }
 
 

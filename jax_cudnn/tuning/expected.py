@@ -3,8 +3,8 @@
 
 import math
 
-from jax_cudnn.graph import Graph, Node, is_anchor, kind_named
-from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph import Graph, Node, is_anchor
+from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.graph.shapes import check_tensors, letters_of
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -26,7 +26,7 @@ def expected_bytes(part: Graph) -> float:
 
 
 def _multiplications(part: Graph, node: Node) -> int:
-    row, roles = kind_named(node.kind).row, roles_in(part, node)
+    row, roles = row_of(node), roles_in(part, node)
     sizes = check_tensors(row, roles, node.attributes)
     if row.windows:
         # One for each element of a window, at each place that a window has.

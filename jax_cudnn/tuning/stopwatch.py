@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn import native
-from jax_cudnn.graph import Graph, Tensor, kind_named, to_json
+from jax_cudnn.graph import Graph, Tensor, to_json
 from jax_cudnn.graph.description import Role
-from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.tuning.drawing import Tables, tables, taken
@@ -127,7 +127,7 @@ class OperandSets:
         roles: dict[str, Role] = {}
         along: dict[str, int] = {}
         for node in self._graph.nodes:
-            row = kind_named(node.kind).row
+            row = row_of(node)
             roles_of_node = roles_in(self._graph, node)
             sizes = check_tensors(row, roles_of_node, node.attributes)
             for name_of_role, name in node.inputs:

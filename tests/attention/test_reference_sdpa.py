@@ -20,7 +20,6 @@ from jax.test_util import check_grads
 from jax_cudnn import sdpa
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.graph.attention.sdpa import SDPA
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.oracle import (
     BROADCASTS,
     SIZES,
@@ -33,6 +32,7 @@ from tests.attention.shared.oracle import (
     to_logical,
 )
 from tests.common.drawn_operands import draw_operands
+from tests.common.evaluating import evaluate
 from tests.common.examples import examples
 from tests.conftest import Draw
 

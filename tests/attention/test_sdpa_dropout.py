@@ -21,7 +21,8 @@ from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.ops.attention.attend import Operands
 from jax_cudnn.ops.attention.dropout import with_dropout
 from jax_cudnn.reference.attention.dropout import kept, numbered, philox
-from tests.attention.shared.dropout import dropped_attention, numpy_kept, numpy_numbers
+from tests.attention.shared.dense import dense_attention, with_gradients
+from tests.attention.shared.dropout import numpy_kept, numpy_numbers
 from tests.conftest import Draw
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64"), pytest.mark.sampled]
@@ -94,7 +95,8 @@ def test_philox_gives_the_published_words(
     assert tuple(map(int, got)) == words
 
 
-_MASKS = json.loads(Path(__file__).with_name("dropout_masks.json").read_text())
+_FILE = Path(__file__).parent / "shared" / "dropout_masks.json"
+_MASKS = json.loads(_FILE.read_text())
 
 
 # Dumped on an H200 by cuDNN 9.19.0; cuDNN keeps one number more than its rate says.
@@ -207,17 +209,20 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
 
     b, h = _SIZES["b"], _SIZES["h"]
     rate = round(_RATE * 2**16) / 2**16
-    want = dropped_attention(
-        {**given, "grad_output": pull},
-        _kept_by(_KEY, b, h, _S, _T) / (1 - rate),
-        visible,
-        _SIZES["d"] ** -0.5,
-    )
+    factors = _kept_by(_KEY, b, h, _S, _T) / (1 - rate)
+
+    def truth(given: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return dense_attention(**given, seen=visible, factors=factors)
+
     (output, residual), back = jax.vjp(function, *(given[n] for n in names))
-    np.testing.assert_allclose(output, want["output"], rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(residual, want["residual"], rtol=1e-9, atol=1e-11)
-    for name, got in zip(names, back((pull, jnp.zeros_like(residual))), strict=True):
-        np.testing.assert_allclose(got, want[name], rtol=1e-8, atol=1e-10, err_msg=name)
+    pulls = pull, jnp.zeros_like(residual)
+    (want, want_residual), slopes = with_gradients(truth, given, pulls)
+    np.testing.assert_allclose(output, want, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(residual, want_residual, rtol=1e-9, atol=1e-11)
+    for name, got in zip(names, back(pulls), strict=True):
+        np.testing.assert_allclose(
+            got, slopes[name], rtol=1e-8, atol=1e-10, err_msg=name
+        )
 
 
 @pytest.mark.thorough
@@ -262,13 +267,16 @@ def test_the_same_key_drops_the_same_in_every_transformation(draw: Draw) -> None
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
+# With one batch entry, examples of one key share its offsets.
+@pytest.mark.parametrize("b", [2, 1])
 @pytest.mark.parametrize("implementation", ["auto", "cudnn", "xla"])
 @pytest.mark.parametrize("which", ["keys", "operands", "both"])
 def test_examples_of_a_vmap_have_the_mask_of_their_key(
-    draw: Draw, which: str, implementation: str
+    draw: Draw, which: str, implementation: str, b: int
 ) -> None:
-    operands = [draw(f"n{x}", jnp.float64, n=3, **_SIZES) for x in ("bshd", "btkd")]
-    value = draw("btke", jnp.float64, **_SIZES)
+    sizes = {**_SIZES, "b": b}
+    operands = [draw(f"n{x}", jnp.float64, n=3, **sizes) for x in ("bshd", "btkd")]
+    value = draw("btke", jnp.float64, **sizes)
     keys = jnp.stack(_keys(3))
     axes = (0 if which != "operands" else None, *(0 if which != "keys" else None,) * 2)
 

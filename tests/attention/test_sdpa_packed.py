@@ -31,9 +31,9 @@ from jax_cudnn.legalize.attention import packed as sdpa_packed
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.flash import flash
 from tests.attention.shared.packed import Rows, answer, graph_of, ragged
+from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 

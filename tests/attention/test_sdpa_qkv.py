@@ -22,14 +22,15 @@ from jax.test_util import check_grads
 from jax_cudnn import masks, qkv_sdpa, sdpa
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph import Graph, Target, Tensor
-from jax_cudnn.graph.attention.qkv import SDPA_QKV, as_sdpa
+from jax_cudnn.graph.attention.qkv import with_parts
+from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from jax_cudnn.reference import evaluate
 from tests.attention.shared import qkv
 from tests.attention.shared.flash import flash
 from tests.attention.shared.oracle import numpy_attention, numpy_gradients
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 from tests.products.shared.fused import assert_close, graphs, stacked, subsets
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -223,10 +224,9 @@ def test_scan_remat_and_export() -> None:
 def test_the_gradient_is_one_graph_of_one_array() -> None:
     x = _draw("bs3hd", jnp.float32)
     found = graphs(jax.grad(lambda x: jnp.sum(jnp.sin(qkv_sdpa(x)))), x)
-    assert [graph.nodes[0].kind for graph, _ in found] == [
-        "sdpa_qkv",
-        "sdpa_qkv_backward",
-    ]
+    kinds = [graph.nodes[0].kind for graph, _ in found]
+    assert kinds == ["sdpa", "sdpa_backward"]
+    assert [graph.inputs[0] for graph, _ in found] == ["qkv", "qkv"]
     assert found[1][0].outputs == ("grad_qkv",)
 
 
@@ -306,10 +306,13 @@ def test_what_a_kernel_takes_otherwise_is_copied(
         )
 
 
-def test_dropout_is_attention_over_the_parts() -> None:
-    x = _draw("bs3hd", jnp.float32)
+def test_dropout_leaves_the_array_as_it_is() -> None:
+    x = _draw("bs3hd", jnp.bfloat16, d=8)
     found = graphs(functools.partial(qkv_sdpa, dropout_rate=0.5, dropout_key=_KEY), x)
-    assert all(not graph.nodes[0].kind.startswith("sdpa_qkv") for graph, _ in found)
+    ((graph, _),) = found
+    drawn, _, by_mask, _ = legalize(graph, _HOPPER).candidates
+    assert drawn.graph.inputs == ("qkv", "dropout_seed", "dropout_offset")
+    assert by_mask.graph.inputs == ("qkv", "dropout_mask")
 
 
 @pytest.fixture
@@ -321,7 +324,7 @@ def _flash(graph: Graph, operands: Any) -> Any:
     """Return a kernel's results, which takes its operands out of the array itself."""
     if "qkv" not in graph.inputs:
         return flash(graph, operands)
-    plain = as_sdpa(graph)
+    plain = with_parts(graph)
     given = dict(zip(graph.inputs, operands, strict=True))
     tensor = graph.tensor("qkv")
     letters = "".join("b3hsd"[axis] for axis in tensor.order)
@@ -359,9 +362,9 @@ def test_legal_graphs_keep_the_meaning(
     graph = qkv.graph_of(layout, extra, d=d)
     operands = draw_arrays(graph)
     outputs = evaluate(graph, operands)
-    assert SDPA_QKV.derivative is not None
+    assert SDPA.derivative is not None
     wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
-    backward = SDPA_QKV.derivative.backward(graph, wanted, (True, with_grad_stats))
+    backward = SDPA.derivative.backward(graph, wanted, (True, with_grad_stats))
     assert backward is not None
     rng = np.random.default_rng(1)
     source = {

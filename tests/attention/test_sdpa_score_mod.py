@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests attention with a score_mod against its function, derivatives included.
 
-The truth is a dense softmax in NumPy's float64, or jax.numpy's where a derivative of it
-is needed.
+The truth is a dense softmax in float64 (dense.py).
 """
 
 import functools
@@ -24,6 +23,7 @@ from jax.test_util import check_grads
 from jax_cudnn import UnsupportedError, masks, score_mods, sdpa
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.ops.common import plain
+from tests.attention.shared.dense import at_places, dense_attention
 from tests.attention.shared.oracle import SIZES, shape_of
 from tests.common.examples import examples
 
@@ -47,27 +47,6 @@ def _operands(seed: int = 0, dtype: Any = jnp.float32) -> list[jax.Array]:
     rng = np.random.default_rng(seed)
     axes = ("bshd", "btkd", "btke")
     return [jnp.asarray(rng.standard_normal(shape_of(x)), dtype) for x in axes]
-
-
-def _dense(
-    modified: Any, q: Any, k: Any, v: Any, *, seen: Any = True, bias: Any = 0.0
-) -> tuple[Any, Any]:
-    """Return output and log-sum-exp; `modified` takes scores and open indices."""
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    scores = jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(q.shape[3])
-    places = jnp.meshgrid(*map(jnp.arange, scores.shape), indexing="ij", sparse=True)
-    scores = modified(scores, *places) + bias
-    scores = jnp.where(seen, scores, -jnp.inf)
-    top = scores.max(-1, keepdims=True)
-    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
-    weights = jnp.where(scores == -jnp.inf, 0, jnp.exp(scores - top))
-    total = weights.sum(-1, keepdims=True)
-    is_dead = total == 0
-    total = jnp.where(is_dead, 1, total)
-    lse = jnp.where(is_dead, -jnp.inf, top + jnp.log(total))
-    output = jnp.einsum("bhst,bthe->bshe", weights / total, v)
-    return output, jnp.swapaxes(lse[..., 0], 1, 2)
 
 
 _RNG = np.random.default_rng(9)
@@ -125,7 +104,7 @@ def test_results_and_gradients_are_those_of_the_dense_softmax(name: str) -> None
         return sdpa(q, k, v, score_mod=function(c), return_residual=True)
 
     def truth(q: Any, k: Any, v: Any, c: Any) -> Any:
-        return _dense(function(c), q, k, v)
+        return dense_attention(q, k, v, seen=True, score_mod=at_places(function(c)))
 
     got = jax.jit(ours)(*operands)
     grads = jax.grad(lambda *x: loss(ours(*x)), argnums=range(4))(*operands)
@@ -189,13 +168,15 @@ def test_all_other_arguments_combine_with_it(
         )
 
     def truth(q: Any, k: Any, v: Any) -> Any:
-        output, lse = _dense(
-            function, q, k, v, seen=seen, bias=0 if bias is None else given_bias
-        )
-        if sinks is None:
-            return output
-        share = jnp.where(lse == -jnp.inf, 0, jax.nn.sigmoid(lse - sinks))
-        return output * share[..., None]
+        return dense_attention(
+            q,
+            k,
+            v,
+            seen=seen,
+            bias=given_bias,
+            sinks=sinks,
+            score_mod=at_places(function),
+        )[0]
 
     weights = rng.standard_normal(shape_of("bshe")).astype(np.float32)
     got = (
@@ -457,7 +438,8 @@ def test_what_kernels_lack_is_said_and_runs_by_xla(
         with caplog.at_level(logging.INFO, logger="jax_cudnn"):
             got = sdpa(*operands, score_mod=function)
         assert reason in caplog.text
-        want = _dense(_mapped(function), *operands)[0]
+        modify = at_places(_mapped(function))
+        want, _ = dense_attention(*operands, seen=True, score_mod=modify)
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that a sink acts as one more key without a value, derivatives included.
 
-The truth is a dense softmax in float64 (sinks.py).
+The truth is a dense softmax in float64 (dense.py).
 """
 
 import functools
@@ -20,8 +20,8 @@ from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn import cached_sdpa, paged_sdpa, parallel, sdpa
+from tests.attention.shared.dense import dense_attention
 from tests.attention.shared.oracle import BROADCASTS, SIZES, shape_of
-from tests.attention.shared.sinks import dense_with_sinks
 from tests.common.devices import collectives, gradient, mesh_of, placed
 from tests.common.examples import examples
 
@@ -94,10 +94,12 @@ def test_values_and_gradients_are_those_of_the_dense_softmax(
             return_residual=True,
         )
 
+    def truth(q: Any, k: Any, v: Any, sinks: Any, bias: Any = None) -> Any:
+        return dense_attention(q, k, v, sinks=sinks, bias=bias, seen=seen)
+
     got = ours(*operands)
     places = tuple(range(len(operands)))
     found = jax.grad(lambda *x: loss(ours(*x)), argnums=places)(*operands)
-    truth = functools.partial(dense_with_sinks, seen=seen)
     with jax.enable_x64(True):
         wide = [x.astype(jnp.float64) for x in operands]
         want = truth(*wide)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.graph import Graph, Node, Tensor, kind_named
-from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph import Graph, Node, Tensor
+from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -34,7 +34,7 @@ def draw_arrays(graph: Graph, seed: int = 0) -> list[jax.Array]:
 def _draw(
     rng: np.random.Generator, graph: Graph, tensor: Tensor, node: Node, name: str
 ) -> np.ndarray:
-    row, shape = kind_named(node.kind).row, tensor.stored_shape
+    row, shape = row_of(node), tensor.stored_shape
     role = row.roles[name]
     if letters := role.counts or role.starts_along or role.indexes:
         sizes = check_tensors(row, roles_in(graph, node), node.attributes)

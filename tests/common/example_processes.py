@@ -19,19 +19,24 @@ def run_on_eight_devices(
     In ``sys.argv`` it finds ``given`` as JSON, the folder, and the others.
     """
     command = ("-W", "error", "-c", program, json.dumps(given), str(folder), *others)
-    # An empty entry would be the source tree, where the tests run.
-    paths = filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
         text=True,
         check=False,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "8",
-            "PYTHONPATH": os.pathsep.join(paths),
-        },
+        env=on_devices(8),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def on_devices(count: int) -> dict[str, str]:
+    """Return the environment of a program that has so many CPU devices."""
+    # An empty entry would be the source tree, where the tests run.
+    paths = filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(count),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }

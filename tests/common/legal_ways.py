@@ -15,8 +15,8 @@ import numpy as np
 from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of, is_anchor
 from jax_cudnn.legalize import Legal, legalize, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 
 
 def graphs_of(
@@ -57,10 +57,10 @@ def kernels_of(function: Callable[..., jax.Array], *operands: Any) -> dict[str, 
 
 
 def run_way(way: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    changed = way.before(operands)
+    changed = jax.jit(way.before)(operands)
     for tensor, x in zip(way.graph.input_tensors, changed, strict=True):
         assert tensor.stored_shape == x.shape, tensor
-    return way.after(operands, evaluate(way.graph, changed))
+    return jax.jit(way.after)(operands, evaluate(way.graph, changed))
 
 
 def check_form(graph: Graph) -> None:

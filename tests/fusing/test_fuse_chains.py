@@ -18,8 +18,8 @@ from jax_cudnn import fuse
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
+from tests.common.evaluating import evaluate, evaluate_legal
 from tests.common.planner import H200
 from tests.fusing.functions import normal
 
@@ -242,7 +242,7 @@ def test_the_ways_of_a_kernel_with_its_sum_mean_the_same(
     wanted = evaluate(part, operands)
     candidates = legalize(part, H200).candidates
     for legal in candidates:
-        found = legal.run(lambda xs, g=legal.graph: evaluate(g, xs), operands)
+        found = evaluate_legal(legal, operands)
         for x, y in zip(found, wanted, strict=True):
             x, y = (np.asarray(each, np.float32) for each in (x, y))
             np.testing.assert_allclose(x, y, rtol=0.02, atol=0.02 * np.abs(y).max())

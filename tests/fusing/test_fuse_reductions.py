@@ -18,10 +18,10 @@ from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import subprograms
 from jax_cudnn.policy import ranked
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from tests.common.devices import mesh_of, placed
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate, evaluate_legal
 
 pytestmark = pytest.mark.sampled
 
@@ -347,7 +347,11 @@ def test_each_way_to_run_it_means_the_same(
             def kernel(xs: Any, graph: Graph = legal.graph) -> Any:
                 return _as_in_cudnn(graph, xs)
 
-            for one, two in zip(legal.run(kernel, arrays), expected, strict=True):
+            for one, two in zip(
+                evaluate_legal(legal, arrays, kernel),
+                expected,
+                strict=True,
+            ):
                 assert one.dtype == two.dtype
                 np.testing.assert_allclose(
                     np.asarray(one, np.float64),

@@ -150,7 +150,18 @@ _TENSOR: tuple[str, int] = ("tensors", 2)
         ),
         (
             _set(*_NODE, "kind", to="conv"),
-            "node kind 'conv' is not one of " + ", ".join(sorted(table())),
+            f"node kind 'conv' is not one of {', '.join(sorted(table()))}. Export a "
+            "program of another version of jax_cudnn again",
+        ),
+        # A name that such nodes had once: an old text is refused.
+        (
+            _set(*_NODE, "kind", to="sdpa_qkv"),
+            f"node kind 'sdpa_qkv' is not one of {', '.join(sorted(table()))}. Export "
+            "a program of another version of jax_cudnn again",
+        ),
+        (
+            _set(*_NODE, "inputs", "qkv", to="query"),
+            "sdpa: unknown input role 'key'",
         ),
         (
             _set(*_NODE, "inputs", to=[]),

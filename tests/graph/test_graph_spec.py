@@ -285,7 +285,8 @@ _QKV = (("key", "key"), ("query", "query"), ("value", "value"))
     [
         (
             _with_node(kind="conv"),
-            "node kind 'conv' is not one of " + ", ".join(sorted(table())),
+            f"node kind 'conv' is not one of {', '.join(sorted(table()))}. Export a "
+            "program of another version of jax_cudnn again",
         ),
         (
             _with_node(attributes=Attributes()),

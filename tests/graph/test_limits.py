@@ -23,9 +23,9 @@ from jax_cudnn.graph.kinds import all_kinds, roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_program
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.f8_graphs import f8_graph
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate, evaluate_legal
 from tests.norms.problems import Problem, backward_of
 from tests.products.shared.conv_graphs import conv_graph
 from tests.tools.script import load_script
@@ -221,7 +221,7 @@ def test_no_relu_goes_before_a_filter_s_gradient_on_blackwell(
         assert "operands are computed by XLA before the kernel" in alone[0].notes
         operands = draw_arrays(graph)
         for way in alone:
-            got = way.run(lambda x, way=way: evaluate(way.graph, x), operands)
+            got = evaluate_legal(way, operands)
             for x, y in zip(got, evaluate(graph, operands), strict=True):
                 np.testing.assert_allclose(
                     np.asarray(x, "f4"), np.asarray(y, "f4"), rtol=2**-7, atol=1e-3

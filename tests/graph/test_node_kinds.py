@@ -7,7 +7,7 @@ import pytest
 
 from jax_cudnn import legalize
 from jax_cudnn.graph import NORMALISED, all_kinds
-from jax_cudnn.graph.description import describe, table
+from jax_cudnn.graph.description import Description, describe, table
 from jax_cudnn.policy import ranking
 from jax_cudnn.policy.products.kernels import KINDS as CONTRACTIONS
 from jax_cudnn.reference import interpreter
@@ -66,7 +66,11 @@ def test_attributes_have_the_types_of_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("name", _KINDS)
 def test_letters_and_roles_are_declared(name: str) -> None:
-    row = describe(name)
+    for row in (describe(name), *describe(name).forms.values()):
+        _check_letters_and_roles(row)
+
+
+def _check_letters_and_roles(row: Description) -> None:
     letters = {
         x for role in row.roles.values() for axis in role.axes for x in axis.letters
     }

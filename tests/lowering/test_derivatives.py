@@ -26,9 +26,9 @@ from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.legalize.products import fusion, reduction
 from jax_cudnn.lowering import partitioned
 from jax_cudnn.lowering.sharding.members import as_results, merged
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
+from tests.common.evaluating import evaluate
 from tests.lowering.drawn_calls import (
     LAYERS,
     NAMED,

@@ -213,7 +213,7 @@ print(Path({log!r}).read_text().splitlines()[-1])
 @pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 def test_plans_are_listed_pinned_launched_and_kept(tmp_path: Path) -> None:
     compile_cudnn(tmp_path)
-    source = (_HERE / "cublaslt_stand_in.c").read_text()
+    source = (_HERE / "programs" / "cublaslt_stand_in.c").read_text()
     compile_companions(tmp_path, devices=1, captures=True, cublaslt=source)
     (graph,) = _kernels(*_COVERED["gelu with its argument"])
     (other,) = _kernels(*_OTHERS["silu"])

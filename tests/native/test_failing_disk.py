@@ -144,7 +144,7 @@ each_step(prepare, remember, check)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile the disk that fails."""
     path = tmp_path_factory.mktemp("library") / "failing_disk.so"
-    source = Path(__file__).with_name("failing_disk.c")
+    source = Path(__file__).parent / "programs" / "failing_disk.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source, "-ldl"], check=True)
     return path
 

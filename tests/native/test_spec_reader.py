@@ -215,8 +215,18 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
         (
             '"kind":"sdpa"',
             '"kind":"sdp"',
-            "node kind 'sdp' is not one of " + ", ".join(sorted(table())),
+            f"node kind 'sdp' is not one of {', '.join(sorted(table()))}. Export a "
+            "program of another version of jax_cudnn again",
         ),
+        # A name that such nodes had once: an old text is refused.
+        (
+            '"kind":"sdpa"',
+            '"kind":"sdpa_paged"',
+            f"node kind 'sdpa_paged' is not one of {', '.join(sorted(table()))}. "
+            "Export a program of another version of jax_cudnn again",
+        ),
+        # With it, there is no key.
+        ('"query":"query"', '"qkv":"query"', "sdpa: unknown input role 'key'"),
         ('"key":"key"', '"keys":"key"', "sdpa: unknown input role 'keys'"),
         ('"key":"key",', "", "sdpa: input 'key' is missing"),
         ('"key":"key"', '"key":"k"', "sdpa: key names unknown tensor 'k'"),

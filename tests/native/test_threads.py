@@ -32,7 +32,10 @@ def test_threads_share_plans_and_never_a_handle(tmp_path: Path) -> None:
     compile_cudnn(tmp_path)
     compile_companions(tmp_path, devices=2)
     program = tmp_path / "race"
-    sources = [_HERE / "race.cc", *(_FFI / f"{name}.cc" for name in _SOURCES)]
+    sources = [
+        _HERE / "programs" / "race.cc",
+        *(_FFI / f"{name}.cc" for name in _SOURCES),
+    ]
     command = ["g++", "-std=c++17", "-g", "-O1", "-fsanitize=thread", f"-I{_FFI}"]
     command.append('-DJAX_CUDNN_BUILDER="test"')
     subprocess.run([*command, "-o", program, *sources, "-ldl"], check=True)

@@ -2,19 +2,17 @@
 """Tests that legalised norms mean what the graph means and fit cuDNN."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.policy import ranked
-from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate, evaluate_legal
 from tests.norms.problems import DIMS, KINDS, OF_ROWS, Problem, backward_of, f8_graph
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -30,13 +28,7 @@ def _check(graph: Graph, seed: int = 0, rtol: float = 2e-5) -> list[Graph]:
     found = legalize(graph, _H200)
     assert found.candidates, found.reasons
     for legal in found.candidates:
-
-        def kernel(
-            xs: Sequence[jax.Array], graph: Graph = legal.graph
-        ) -> Sequence[jax.Array]:
-            return evaluate(graph, xs)
-
-        results = legal.run(kernel, operands)
+        results = evaluate_legal(legal, operands)
         for tensor, one, two in zip(
             graph.output_tensors, results, expected, strict=True
         ):
@@ -256,7 +248,7 @@ def test_results_in_f8(kind: str, scale: str | None) -> None:
     graph = f8_graph(kind, (5, 7), scale=scale)
     operands = draw_arrays(graph)
     (legal,) = legalize(graph, _H200).candidates
-    (found,) = legal.run(lambda xs: evaluate(legal.graph, xs), operands)
+    (found,) = evaluate_legal(legal, operands)
     (want,) = evaluate(graph, operands)
     assert found.dtype == want.dtype
     pair = [np.asarray(x, np.float32) for x in (found, want)]

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
 from jax_cudnn import parallel
+from jax_cudnn.parallel.order import natural, ordered
 from tests.attention.shared.oracle import numpy_attention, numpy_gradients
 from tests.attention.shared.small import count_kinds
 
@@ -75,6 +76,8 @@ CASES = {
         Case(n=1, causal=True, bias="bhs1", hidden=True),
         Case(n=2, s=6, t=10, h=6, k=3),
         Case(n=8, order="zigzag", causal=True, h=3, k=1),
+        Case(n=4, order="striped", causal=True, lengths=True, bias="b1st"),
+        Case(n=3, order="striped", s=9, t=15, window=(4, 2)),
         Case(n=4, causal=True, t=24, window=(9, 5), lengths=True),
         Case(n=4, order="zigzag", causal=True, window=5, mask="b1st", hidden=True),
         Case(n=4, lengths=True, bias="b11t", mask="1hs1", hidden=True),
@@ -160,8 +163,8 @@ def _truth(case: Case, given: dict[str, Any]) -> list[np.ndarray]:
 def _ordered(case: Case, name: str, x: Any, helper: Any) -> Any:
     """Return an array with its token axes put in the case's order, or back."""
     axes = {"bias": (2, 3), "mask": (2, 3), "query_lengths": (), "key_lengths": ()}
-    for axis in axes.get(name, (1,)) if case.order == "zigzag" else ():
-        x = x if x.shape[axis] == 1 else helper(x, case.n, axis)
+    for axis in axes.get(name, (1,)):
+        x = x if x.shape[axis] == 1 else helper(x, case.n, case.order, axis)
     return x
 
 
@@ -198,9 +201,9 @@ def _results(case: Case, given: dict[str, Any], method: Any) -> list[Any]:
 
     def run(moving: dict[str, jax.Array]) -> Any:
         named = {**arrays, **moving}
-        values = [_ordered(case, x, named[x], parallel.to_zigzag) for x in named]
+        values = [_ordered(case, x, named[x], ordered) for x in named]
         found = sharded(*values)
-        return [_ordered(case, "", x, parallel.from_zigzag) for x in found]
+        return [_ordered(case, "", x, natural) for x in found]
 
     @jax.jit
     def both(moving: dict[str, jax.Array]) -> Any:
@@ -278,9 +281,11 @@ def whole_arrays() -> None:
         want, want_stats = jax_cudnn.sdpa(q, k, v, return_residual=True)
         _assert_close((output, stats), (want, want_stats), 2e-5)
         assert output.sharding.is_equivalent_to(placed[0].sharding, 4)
-        ordered = [parallel.to_zigzag(x[0], 4, axis=0) for x in (q, k, v)]
         single = parallel.sharded_sdpa(
-            *ordered, axis="seq", order="zigzag", is_causal=True
+            *(parallel.to_zigzag(x[0], 4, axis=0) for x in (q, k, v)),
+            axis="seq",
+            order="zigzag",
+            is_causal=True,
         )
     want = jax_cudnn.sdpa(q[0], k[0], v[0], is_causal=True)
     _assert_close(parallel.from_zigzag(single, 4, axis=0), want, 2e-5)
@@ -463,9 +468,8 @@ def precision() -> None:
     for method in ("ring", "all_gather", "all_to_all"):
 
         def several(*values: jax.Array, method: Any = method) -> jax.Array:
-            ordered = [parallel.to_zigzag(x, 4) for x in values]
             output = parallel.sharded_sdpa(
-                *ordered,
+                *(parallel.to_zigzag(x, 4) for x in values),
                 mesh=_mesh(4),
                 axis="seq",
                 order=order,
@@ -523,8 +527,12 @@ def nan_in_padding() -> None:
 
 
 def positions() -> None:
-    """Each device's tokens are where `to_zigzag` put them."""
-    for order in ("contiguous", "zigzag"):
+    """Each device's tokens are where `to_zigzag` and `to_striped` put them."""
+    for order, put in (
+        ("contiguous", lambda x, *_: x),
+        ("zigzag", parallel.to_zigzag),
+        ("striped", parallel.to_striped),
+    ):
         found = jax.shard_map(
             functools.partial(
                 parallel.token_positions, 6, axis_name="seq", order=order
@@ -533,9 +541,7 @@ def positions() -> None:
             in_specs=(),
             out_specs=P("seq"),
         )()
-        natural = np.arange(24)
-        ordered = parallel.to_zigzag(natural, 4, 0) if order == "zigzag" else natural
-        np.testing.assert_array_equal(found, ordered)
+        np.testing.assert_array_equal(found, put(np.arange(24), 4, 0))
 
 
 CHECKS: dict[str, Callable[[], None]] = {

@@ -6,10 +6,8 @@ their own.
 """
 
 import functools
+import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jax_cudnn import UnsupportedError, parallel
 from jax_cudnn.lowering import devices
+from tests.common import forked
 from tests.conftest import Draw
 from tests.parallel.checks import CHECKS
 
@@ -34,23 +33,12 @@ def _mesh(*shape: int) -> AbstractMesh:
     return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-# The folder of the tests comes last: the package is the installed one.
-_RUN = """
-import runpy, sys
-sys.path.append(sys.argv.pop(1))
-runpy.run_module("tests.parallel.checks", run_name="__main__")
-"""
-_ROOT = str(Path(__file__).parents[2])
-
-
 @pytest.mark.once
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_8_devices(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, _ROOT, name],
-        capture_output=True,
-        text=True,
-        check=False,
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = forked.run(
+        "tests.parallel.checks", name, environment=environment, warnings_are="default"
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -151,9 +139,16 @@ def _shapes(**changes: tuple[int, ...]) -> list[Any]:
             "method='star' is not one of 'ring', 'all_gather', 'all_to_all'.",
         ),
         (
-            {"order": "striped"},
+            {"order": "spiral"},
             ValueError,
-            "order='striped' is not one of 'contiguous', 'zigzag'.",
+            "order='spiral' is not one of 'contiguous', 'zigzag', 'striped'.",
+        ),
+        (
+            {"order": "striped", "method": "all_gather"},
+            ValueError,
+            "order='striped' with method='all_gather'. The queries of a device are no "
+            "neighbours then, and no kernel has causality between them and the keys of "
+            "the whole sequence. Use method='ring' or 'all_to_all', or order='zigzag'.",
         ),
         (
             {"order": "zigzag"},

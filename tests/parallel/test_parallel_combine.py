@@ -11,7 +11,13 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_cudnn import sdpa
-from jax_cudnn.parallel import combine, from_zigzag, to_zigzag
+from jax_cudnn.parallel import (
+    combine,
+    from_striped,
+    from_zigzag,
+    to_striped,
+    to_zigzag,
+)
 from jax_cudnn.parallel.order import all_positions
 from tests.attention.shared.small import assert_close, small_operands
 from tests.conftest import Draw
@@ -184,12 +190,26 @@ def test_zigzag_order_gives_each_device_an_early_and_a_late_chunk(count: int) ->
     np.testing.assert_array_equal(all_positions(count, 6, "zigzag"), positions)
 
 
-def test_orders_have_gradients_and_vmap(draw: Draw) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_striped_order_deals_tokens_out_to_the_devices(count: int) -> None:
+    x = np.arange(2 * 5 * count * 3).reshape(2, 5 * count, 3)
+    got = to_striped(x, count)
+    want = [x[:, device::count] for device in range(count)]
+    np.testing.assert_array_equal(got, np.concatenate(want, axis=1))
+    np.testing.assert_array_equal(from_striped(got, count), x)
+    positions = to_striped(np.arange(5 * count), count, axis=-1)
+    np.testing.assert_array_equal(all_positions(count, 5, "striped"), positions)
+
+
+@pytest.mark.parametrize(
+    ("to", "back"), [(to_zigzag, from_zigzag), (to_striped, from_striped)]
+)
+def test_orders_have_gradients_and_vmap(draw: Draw, to: Any, back: Any) -> None:
     x = draw("bsd", s=8)
-    got = jax.vmap(functools.partial(to_zigzag, count=2, axis=0))(x)
-    np.testing.assert_array_equal(got, to_zigzag(x, 2))
-    gradient = jax.grad(lambda y: jnp.sum(to_zigzag(y, 2) * x))(x)
-    np.testing.assert_array_equal(gradient, from_zigzag(x, 2))
+    got = jax.vmap(functools.partial(to, count=2, axis=0))(x)
+    np.testing.assert_array_equal(got, to(x, 2))
+    gradient = jax.grad(lambda y: jnp.sum(to(y, 2) * x))(x)
+    np.testing.assert_array_equal(gradient, back(x, 2))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import UnsupportedError, masks, parallel, score_mods, sdpa
 from jax_cudnn.ops.attention.dropout import drawn
+from jax_cudnn.parallel.order import natural, ordered
 from jax_cudnn.reference.attention.dropout import kept, kept_at
 from tests.attention.shared.dense import dense_attention, seen_by, with_gradients
 from tests.attention.shared.dropout import numpy_kept
@@ -157,46 +158,48 @@ MASKS: dict[str, tuple[masks.Mask, Any, tuple[int, int]]] = {
 }
 
 
-def _options(method: str, order: str, **options: Any) -> dict[str, Any]:
-    mesh = mesh_of(seq=N)
-    return {"mesh": mesh, "axis": "seq", "method": method, "order": order, **options}
-
-
-def _zigzag(mask: Any) -> Any:
-    """Return a mask with what has an axis of tokens in zigzag order."""
+def _in_order(mask: Any, n: int, order: Any) -> Any:
+    """Return a mask with what has an axis of tokens in an order."""
     if isinstance(mask, masks.Intersection):
-        return functools.reduce(operator.and_, map(_zigzag, mask.parts))
-    to = functools.partial(parallel.to_zigzag, count=N)
+        parts = (_in_order(part, n, order) for part in mask.parts)
+        return functools.reduce(operator.and_, parts)
+
+    def to(x: Any, axis: int) -> jax.Array:
+        return ordered(jnp.asarray(x), n, order, axis)
+
     if isinstance(mask, masks.Segments):
-        key = None if mask.key is None else to(mask.key, axis=-1)
-        return masks.Segments(to(mask.query, axis=-1), key)
+        key = None if mask.key is None else to(mask.key, -1)
+        return masks.Segments(to(mask.query, -1), key)
     if isinstance(mask, masks.Where):
-        return masks.Where(to(to(mask.mask, axis=2), axis=3))
+        return masks.Where(to(to(mask.mask, 2), 3))
     if isinstance(mask, masks.Additive):
-        return masks.Additive(to(to(mask.bias, axis=2), axis=3))
+        return masks.Additive(to(to(mask.bias, 2), 3))
     return mask
 
 
-def _spread(operands: dict[str, Any], method: str, order: str, **options: Any) -> Any:
+def _spread(
+    operands: dict[str, Any], method: str, order: Any, n: int = N, **options: Any
+) -> Any:
     """Return output and log-sum-exp of whole operands in their natural order."""
     given = dict(operands)
     bias, sinks = given.pop("bias", None), given.pop("sinks", None)
-    if order == "zigzag":
-        given = {name: parallel.to_zigzag(x, N) for name, x in given.items()}
-        for axis in (2, 3):
-            if bias is not None and bias.shape[axis] != 1:
-                bias = parallel.to_zigzag(bias, N, axis)
-        options["mask"] = _zigzag(options.get("mask"))
+    given = {name: ordered(x, n, order) for name, x in given.items()}
+    for axis in (2, 3):
+        if bias is not None and bias.shape[axis] != 1:
+            bias = ordered(bias, n, order, axis)
+    options["mask"] = _in_order(options.get("mask"), n, order)
     results = parallel.sharded_sdpa(
         **given,
         bias=bias,
         sinks=sinks,
         return_residual=True,
-        **_options(method, order, **options),
+        mesh=mesh_of(seq=n),
+        axis="seq",
+        method=method,
+        order=order,
+        **options,
     )
-    if order == "zigzag":
-        results = tuple(parallel.from_zigzag(x, N) for x in results)
-    return results
+    return tuple(natural(x, n, order) for x in results)
 
 
 def _check(
@@ -235,6 +238,9 @@ _PAIRS = [
     for i, name in enumerate(MASKS)
     if name in _OFTEN
 ]
+# A device has a part of every document then.
+_PAIRS += [(name, "ring", "striped") for name in MASKS]
+_PAIRS += [(name, "all_to_all", "striped") for name in ("documents", "packed-causal")]
 
 
 @pytest.mark.parametrize(("name", "method", "order"), _PAIRS)
@@ -247,8 +253,13 @@ def test_masks_hide_what_they_say(name: str, method: str, order: str) -> None:
     _check(_operands(s, t), seen, method, order, truth=truth, mask=mask)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        *((method, order) for method in METHODS for order in ("contiguous", "zigzag")),
+        ("ring", "striped"),
+    ],
+)
 def test_tokens_that_a_cache_has_no_room_for_are_nan(method: str, order: str) -> None:
     operands = _operands()
     lengths = masks.Lengths(np.array([S, 13]), np.array([T + 3, T + 30]))
@@ -346,6 +357,69 @@ def test_a_ring_leaves_out_blocks_that_see_nothing(packed: bool) -> None:
         np.testing.assert_allclose(x[:, size:], want[name][:, size:], atol=1e-12)
 
 
+def _documents(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return starts and lengths of drawn documents in rows of 8 * n tokens, (B, 7).
+
+    Some are empty, some rows end with padding, and documents may have gaps.
+    """
+    rng = np.random.default_rng([n, seed])
+    cuts = np.sort(rng.integers(0, 8 * n + 1, (B, 8)), axis=1)
+    gaps = rng.integers(0, 3, (B, 7)) * (seed % 2)
+    return cuts[:, :-1], np.maximum(np.diff(cuts, axis=1) - gaps, 0)
+
+
+@pytest.mark.parametrize("window", [None, (5, 0), (0, 0), (9, 4), 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_documents_of_any_length_in_striped_order(
+    n: int, causal: bool, window: Any
+) -> None:
+    left, right = (window, window) if isinstance(window, int) else window or (999, 999)
+    for seed in range(2):
+        starts, lengths = _documents(n, seed)
+
+        def condition(
+            b: int,
+            h: int,
+            i: int,
+            j: int,
+            starts: np.ndarray = starts,
+            lengths: np.ndarray = lengths,
+        ) -> bool:
+            own = (starts[b] <= i) & (i < starts[b] + lengths[b])
+            other = (starts[b] <= j) & (j < starts[b] + lengths[b])
+            is_near = -left <= j - i <= (min(right, 0) if causal else right)
+            return bool(np.any(own & other)) and is_near
+
+        _check(
+            _operands(8 * n, 8 * n),
+            seen_by(condition, (B, H, 8 * n, 8 * n)),
+            "ring",
+            "striped",
+            n=n,
+            mask=masks.Packed(starts, query_lengths=lengths),
+            is_causal=causal,
+            local_window_size=window,
+        )
+
+
+def test_causal_documents_in_striped_order_take_no_mask() -> None:
+    operands = _operands(T, T)
+    packed = masks.Packed(jnp.asarray(_PACKED))
+
+    def loss(operands: dict[str, Any], packed: masks.Packed) -> jax.Array:
+        output, _ = _spread(operands, "ring", "striped", mask=packed, is_causal=True)
+        return jnp.sum(jnp.sin(output))
+
+    # One program of all devices in each step, and its gradient.
+    kinds = count_kinds(jax.grad(loss), operands, packed)
+    assert kinds == {"sdpa": N, "sdpa_backward": N}
+    text = str(jax.make_jaxpr(jax.grad(loss))(operands, packed))
+    assert "cond[" not in text
+    size = T // N
+    assert f"bool[{B},1,{size},{size}]" not in text
+
+
 # --- scores, sinks, dropout -----------------------------------------------------------
 
 _CAP = 0.8
@@ -378,8 +452,14 @@ def _dense_modified(slopes: Any, table: Any) -> Any:
     return modify
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        *((method, order) for method in METHODS for order in ("contiguous", "zigzag")),
+        ("ring", "striped"),
+        ("all_to_all", "striped"),
+    ],
+)
 def test_a_score_mod_sees_positions_of_the_whole_sequence(
     method: str, order: str
 ) -> None:
@@ -417,7 +497,7 @@ def _factors(s: int, t: int) -> np.ndarray:
     ("method", "order", "s"),
     [
         *[(method, "zigzag", S) for method in METHODS],
-        *[("ring", "contiguous", x) for x in (S, 64)],
+        *[("ring", order, x) for order in ("contiguous", "striped") for x in (S, 64)],
         ("all_gather", "zigzag", 128),
     ],
 )
@@ -462,6 +542,7 @@ def test_what_is_kept_at_positions_is_what_is_kept_there() -> None:
         ("all_gather", "zigzag", "b11t"),
         ("ring", "contiguous", "bhs1"),
         ("all_to_all", "zigzag", "b1st"),
+        ("ring", "striped", "b1st"),
     ],
 )
 def test_sinks_take_their_share(method: str, order: str, bias: str) -> None:

@@ -2,7 +2,8 @@
 """Tests that the calls of all devices cover exactly what queries see, and evenly."""
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -38,9 +39,9 @@ def _seen_by(call: Call) -> np.ndarray:
 
 
 @st.composite
-def _problems(draw: st.DrawFn) -> dict[str, Any]:
-    order = draw(st.sampled_from(["contiguous", "zigzag"]))
-    chunks = 1 if order == "contiguous" else 2
+def _problems(draw: st.DrawFn, orders: tuple[Order, ...]) -> dict[str, Any]:
+    order = draw(st.sampled_from(orders))
+    chunks = 2 if order == "zigzag" else 1
     size = st.integers(1, 5)
     queries = chunks * draw(size)
     keys = draw(st.one_of(st.just(queries), size.map(lambda x: chunks * x)))
@@ -72,7 +73,7 @@ def _count_pairs(
             assert seen.any(1).all()
             assert seen.any(0).all()
             assert min(call.window, default=0) >= 0
-            if not call.is_shifted and not call.is_full:
+            if problem["order"] != "striped" and not (call.is_shifted or call.is_full):
                 # What counts from the beginning of a packed sequence, on both sides.
                 assert rows_of[call.rows[0]] == positions[first + call.columns[0]]
             rows, columns = np.nonzero(seen)
@@ -88,7 +89,7 @@ def _wanted(problem: dict[str, Any], device: int) -> np.ndarray:
     return (band.lowest <= difference) & (difference <= band.highest)
 
 
-@given(_problems())
+@given(_problems(get_args(Order)))
 def test_a_ring_computes_each_visible_pair_once(problem: dict[str, Any]) -> None:
     count, keys = problem["count"], problem["keys"]
     shares = np.reshape(all_positions(count, keys, problem["order"]), (count, -1))
@@ -103,7 +104,7 @@ def test_a_ring_computes_each_visible_pair_once(problem: dict[str, Any]) -> None
         np.testing.assert_array_equal(met, _wanted(problem, device))
 
 
-@given(_problems())
+@given(_problems(("contiguous", "zigzag")))
 def test_gathered_keys_are_met_once_where_visible(problem: dict[str, Any]) -> None:
     step = gathered_step(**problem)
     natural = np.arange(problem["count"] * problem["keys"])
@@ -124,6 +125,66 @@ def test_zigzag_order_gives_all_devices_the_same_causal_work(count: int) -> None
         # One call, of all queries with half of the keys or the other way round.
         assert [len(calls) for calls in step.programs] == [1, 1]
         assert set(step.work) == {64 * 32}
+
+
+@st.composite
+def _packed_rows(draw: st.DrawFn) -> tuple[int, int, list[int], int | None]:
+    """Return devices, tokens of each, where documents begin, and a causal window."""
+    count, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    cuts = draw(st.lists(st.integers(0, count * tokens), max_size=5))
+    window = draw(st.one_of(st.none(), st.integers(0, 25)))
+    return count, tokens, sorted({0, *cuts, count * tokens}), window
+
+
+@given(_packed_rows())
+def test_striped_documents_are_computed_from_their_first_visible_token(
+    row: tuple[int, int, list[int], int | None],
+) -> None:
+    count, tokens, cuts, window = row
+    band = Band.of(is_causal=True, window=() if window is None else (window, 9))
+    problem: dict[str, Any] = {"queries": tokens, "keys": tokens, "band": band}
+    steps = ring_steps(count=count, order="striped", is_packed=True, **problem)
+    places = np.reshape(all_positions(count, tokens, "striped"), (count, -1))
+    documents = np.searchsorted(cuts, np.arange(count * tokens), side="right")
+    met = np.zeros((count * tokens, count * tokens), int)
+    for step in steps:
+        assert len(step.programs) == 1, "devices need not differ"
+        for device in range(count):
+            rows, columns = places[device], places[(device - step.shift) % count]
+            for call in step.programs[0]:
+                assert call.rows == call.columns == (0, tokens)
+                for document in set(documents):
+                    own = rows[documents[rows] == document]
+                    others = columns[documents[columns] == document]
+                    if own.size and others.size and own[0] < others[0]:
+                        own = own[1:]
+                    sizes = {"rows": (0, own.size), "columns": (0, others.size)}
+                    seen = _seen_by(replace(call, **sizes))
+                    r, c = np.nonzero(seen)
+                    np.add.at(met, (own[r], others[c]), 1)
+    difference = np.arange(count * tokens)[None] - np.arange(count * tokens)[:, None]
+    wanted = (band.lowest <= difference) & (difference <= 0)
+    np.testing.assert_array_equal(met, wanted & (documents[:, None] == documents))
+
+
+@pytest.mark.parametrize("order", ["striped", "zigzag"])
+def test_striped_order_gives_all_devices_the_same_work_in_documents(
+    order: Order,
+) -> None:
+    count, tokens = 4, 256
+    rng = np.random.default_rng(0)
+    cuts = np.sort(rng.integers(0, count * tokens, 5))
+    documents = np.searchsorted(cuts, np.arange(count * tokens), side="right")
+    places = np.reshape(all_positions(count, tokens, order), (count, -1))
+    work = np.zeros((count, count))
+    for shift in range(count):
+        for device in range(count):
+            rows, columns = places[device], places[(device - shift) % count]
+            is_own = documents[rows][:, None] == documents[columns]
+            work[shift, device] = np.sum(is_own & (columns <= rows[:, None]))
+    # All wait for the slowest in each step.
+    waited = work.max(axis=1).sum() / work.mean(axis=1).sum()
+    assert waited < 1.03 if order == "striped" else waited > 1.2
 
 
 def test_contiguous_order_leaves_early_devices_idle() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests on the CPU that a pooling, rewritten for cuDNN, gives what it gave before."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +20,8 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.legalize import legalize
 from jax_cudnn.policy import ranked
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
+from tests.common.evaluating import evaluate, evaluate_legal
 
 pytestmark = pytest.mark.sampled
 
@@ -70,7 +69,7 @@ def test_the_rewritten_graph_gives_the_same(space: int, order: Any, pad: Any) ->
         rng = np.random.default_rng(space)
         (shape,) = (tensor.stored_shape for tensor in graph.input_tensors)
         operands = [jnp.asarray(rng.standard_normal(shape), jnp.float32)]
-        got = legal.run(functools.partial(evaluate, legal.graph), operands)
+        got = evaluate_legal(legal, operands)
         want = evaluate(graph, operands)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
 
@@ -116,7 +115,10 @@ def test_maxima_of_a_kernel_that_begins_at_the_lowest_number(
         lowest = jnp.finfo(jnp.float32).min
         return [jnp.maximum(y.astype(jnp.float32), lowest).astype(y.dtype)]
 
-    (got,), (want,) = legal.run(kernel, operands), evaluate(graph, operands)
+    (got,), (want,) = (
+        evaluate_legal(legal, operands, kernel),
+        evaluate(graph, operands),
+    )
     np.testing.assert_array_equal(np.asarray(got, "f4"), np.asarray(want, "f4"))
 
 

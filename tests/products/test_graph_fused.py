@@ -35,7 +35,7 @@ from jax_cudnn.graph.rules import broadcast
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.lowering.fold import fold_graph
 from jax_cudnn.lowering.sharding.members import merged
-from jax_cudnn.reference import evaluate
+from tests.common.evaluating import evaluate
 
 pytestmark = pytest.mark.sampled
 

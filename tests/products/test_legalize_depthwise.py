@@ -299,7 +299,8 @@ def test_auto_goes_by_what_was_measured(
     from benchmarks import depthwise
     from benchmarks.conv_ways import named_op
 
-    data = json.loads((_ROOT / f"docs/benchmarks/{file}.json").read_text())
+    file_of_rows = _ROOT / f"docs/internals/measured/{file}.json"
+    data = json.loads(file_of_rows.read_text())
     rows = {(row["op"], row["operands"]): row for row in data["rows"]}
     assert data["environment"]["cuDNN"].startswith(
         f"9.{target.cudnn_version // 100 % 100}."

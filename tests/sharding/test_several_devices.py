@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
+from benchmarks.traffic import traffic
 from jax_cudnn import plans
 from jax_cudnn.lowering import partitioned
 from jax_cudnn.policy.tables import Scattered, Table
@@ -593,6 +594,39 @@ def test_a_sum_is_scattered_where_the_program_wants_it(dtype: Any) -> None:
         return jax.lax.with_sharding_constraint(pullback(product)[0], place)
 
     assert collectives(run, x, w) == {"all-gather": 1, "reduce-scatter": 1}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("tokens", "weights"), [(("x", "y"), "x"), (("x", "y"), "y"), ((("x", "y"),), "y")]
+)
+def test_parts_of_a_sum_lie_where_weights_that_are_split_less_take_them(
+    tokens: Spec, weights: str, dtype: Any
+) -> None:
+    # Sums of tokens on all devices, and weights along one axis of the mesh: what
+    # devices along the other one have is gathered, and nothing else.
+    sizes = {"x": 2, "y": 4}
+    mesh = mesh_of(**sizes)
+    given = [_draw(8, 8, 16).astype(dtype), _draw(16, 24).astype(dtype)]
+    sharded = placed(mesh, given, [tokens, (weights,)])
+    place = NamedSharding(mesh, P(weights))
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        whole = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        product, pullback = jax.vjp(lambda w: jax_cudnn.matmul(x, w), whole)
+        return jax.lax.with_sharding_constraint(pullback(product)[0], place)
+
+    product, pullback = jax.vjp(lambda w: jax_cudnn.matmul(given[0], w), given[1])
+    _assert_close(jax.jit(run)(*sharded), pullback(product)[0])
+    text = jax.jit(run).lower(*sharded).compile().as_text()
+    assert text is not None
+    found = {(x.kind, x.dtype): x.received for x in traffic(text)}
+    # XLA's CPU holds bf16 in f32. The weights are gathered, and parts of the gradient.
+    size, count = 4 * 16 * 24, sizes[weights]
+    assert found == {
+        ("all-gather", "f32"): size * (count - 1) / count + size * (1 / count - 1 / 8),
+        ("reduce-scatter", "f32"): size * 7 / 8,
+    }
 
 
 # --- transformations ------------------------------------------------------------------

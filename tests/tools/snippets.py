@@ -4,10 +4,10 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.common import forked
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = (
@@ -44,25 +44,7 @@ _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S
 )
 
-# Runs snippets in one namespace, in a folder, and says of each what came of it.
-_PROGRAM = """
-import contextlib, io, json, os, sys
-
-folder, page = sys.argv[1:]
-os.chdir(folder)
-names, told = {"__name__": "__main__"}, []
-for line, code in json.load(sys.stdin):
-    output, error, kind = io.StringIO(), "", ""
-    try:
-        with contextlib.redirect_stdout(output):
-            # Its lines are those of the page.
-            exec(compile("\\n" * line + code, page, "exec"), names)
-    except Exception as raised:
-        import traceback
-        error, kind = traceback.format_exc(), type(raised).__name__
-    told.append({"output": output.getvalue(), "error": error, "kind": kind})
-print(json.dumps(told))
-"""
+_PROGRAM = Path(__file__).parent / "programs" / "snippets.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +98,9 @@ def run(page: Path, folder: Path, platforms: str) -> list[Outcome]:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONIOENCODING": "utf-8",
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _PROGRAM, str(folder), page.name],
-        input=json.dumps([(each.line, each.code) for each in snippets(page)]),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        env=environment,
+    given = json.dumps([(each.line, each.code) for each in snippets(page)])
+    done = forked.run(
+        _PROGRAM, str(folder), page.name, environment=environment, text=given
     )
     assert done.returncode == 0, done.stderr
     return [Outcome(**told) for told in json.loads(done.stdout)]

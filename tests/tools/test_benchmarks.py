@@ -15,7 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from tests.common import forked
 
 ROOT = Path(__file__).parents[2]
 _MODULES = sorted(
@@ -28,16 +31,9 @@ pytestmark = pytest.mark.once
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Last on the path, so that the package is the installed one.
-    code = (
-        "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT), *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment
-    )
+    module, *flags = arguments
+    return forked.run(module, *flags, environment=environment, warnings_are="default")
 
 
 @pytest.mark.parametrize("name", _MODULES)
@@ -52,39 +48,111 @@ def test_it_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     flags = ("--small", "--steps", "3", "--no-torch", "--out", str(tmp_path))
-    done = _run("benchmarks.models", *flags)
+    only = "GPT|Llama|decode|ViT|ConvNeXt|ResNet|3-D|Mixtral|per-example"
+    done = _run("benchmarks.models", "--only", only, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "models.json").read_text())["rows"]
     found = {(row["model"], row["what"], row["contender"]) for row in rows}
-    assert len(found) == len(rows) == 27
+    assert len(found) == len(rows) == 32
     contenders = {contender for *_, contender in found}
-    assert contenders == {"plain JAX", "untuned", "untuned, f8"}
+    others = {"untuned", "untuned, f8"}
+    assert contenders == {"plain JAX", "plain JAX, all experts", *others}
     page = (tmp_path / "models.md").read_text()
     assert all(f"| {model} |" in page for model, *_ in found)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", range(3))
-def test_models_that_compile_for_long_compute_the_same_by_each_kit(number: int) -> None:
+# Those that are trained beside plain JAX alone, by the names of every.py.
+_UNTUNED = (
+    "BERT-base", "Gemma-2-like", "Mixtral-like", "T5-like", "Swin-like",
+    "DiT-XL/2 blocks", "EfficientNet-B0", "MLP-Mixer-B/16", "per-example gradients",
+    "diffusion U-Net", "Whisper-like", "WaveNet",
+)  # fmt: skip
+
+
+def test_models_without_a_test_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
-    jax_steps, kits, biased = (
-        importlib.import_module(f"benchmarks.models.{name}")
-        for name in ("jax_steps", "kits", "biased")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    every = importlib.import_module("benchmarks.models.every").every
+    for small in (True, False):
+        found = [model.name for model in every(small=small) if model.untuned_only]
+        assert tuple(found) == _UNTUNED
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", _UNTUNED)
+def test_a_model_has_the_loss_and_gradients_of_plain_jax(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In f32, where both are the same up to the order of sums."""
+    pytest.importorskip("optax", reason="optax is not installed")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    every, jax_steps, plain_kit, cudnn_kit = (
+        importlib.import_module(f"benchmarks.models.{module}")
+        for module in ("every", "jax_steps", "plain_kit", "cudnn_kit")
     )
-    model = biased.slow_to_compile(small=True)[number]
-    losses: list[float] = []
+    model = next(x for x in every.every(small=True) if x.name == name)
+    kits = [plain_kit.PlainKit(), cudnn_kit.CudnnKit()]
+    if name == "Mixtral-like":
+        kits.append(plain_kit.AllExpertsKit())
+    found: list[Any] = []
     # As benchmarks are run, without the strictness of these tests.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for kit in (kits.PlainKit(), kits.CudnnKit()):
-            step, *operands = jax_steps.program(
-                model, kit, *jax_steps.drawn(model), rate=1e-3, is_training=True
-            )
-            step = jax.jit(step)
-            state, first = step(*operands)
-            losses += [float(first), float(step(state, operands[1])[1])]
-    first, second = losses[:2]
-    assert first != second
-    assert losses[2:] == pytest.approx(losses[:2], rel=0.03)
+        for kit in kits:
+            kit.dtype = jnp.float32
+            weights, _, batch = jax_steps.drawn(model)
+            given = {key: kit.operand(x) for key, x in batch.items()}
+            ask = jax_steps.with_gradients(model, kit)
+            found.append(jax.jit(ask)(list(map(jnp.asarray, weights)), given))
+    (loss, gradients), *others = found
+    whole = float(jnp.linalg.norm(jnp.stack([*map(jnp.linalg.norm, gradients)])))
+    for other, its_gradients in others:
+        assert float(other) == pytest.approx(float(loss), rel=1e-5)
+        assert len(its_gradients) == len(gradients) > 5
+        for own, its in zip(gradients, its_gradients, strict=True):
+            # A bias that the next norm takes away has a gradient of rounding alone.
+            least = max(float(jnp.linalg.norm(own)), 1e-3 * whole)
+            assert float(jnp.linalg.norm(own - its)) <= 1e-4 * least
+
+
+def test_parts_of_a_benchmark_of_models_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    main = importlib.import_module("benchmarks.models.__main__")
+
+    def row(model: str, ms: float, **more: Any) -> dict[str, Any]:
+        numbers = dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
+        times = {"compile_s": 1.0, "tuning_s": 0, "mib": 5, "share_of_peak": None}
+        about = {"model": model, "size": "3 x 7", "what": "train"}
+        return {**about, "contender": "untuned", "ms": ms, **numbers, **times, **more}
+
+    files: list[Path] = []
+    for number, rows in enumerate(
+        ([row("WaveNet", 1.0), row("GPT-2 small", 2.0)], [row("WaveNet", 3.0)])
+    ):
+        files.append(tmp_path / f"{number}.json")
+        data = {"environment": {"GPU": f"NVIDIA A{number}"}, "steps": 5, "rows": rows}
+        files[-1].write_text(json.dumps(data))
+    main.merge(tmp_path, files)
+    data = json.loads((tmp_path / "models.json").read_text())
+    found = [(row["model"], row["ms"], row["GPU"]) for row in data["rows"]]
+    assert found == [("GPT-2 small", 2.0, "NVIDIA A0"), ("WaveNet", 3.0, "NVIDIA A1")]
+    assert data["environment"] == {"GPU": "NVIDIA A1"}
+    assert "| WaveNet | 3 x 7 | A1 | train |" in (tmp_path / "models.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b", "-1/2"])
+def test_a_part_that_there_is_not_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    main = importlib.import_module("benchmarks.models.__main__")
+    monkeypatch.setattr(sys, "argv", ["models", f"--part={text}"])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert f"'{text}' is no part such as 2/4" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -461,19 +529,36 @@ def test_layers_in_f8_are_timed(tmp_path: Path) -> None:
     assert re.search(r"times as\s+fast as in bf16", page)
 
 
-@pytest.mark.once
+def _losses_of_a_gpt(folder: Path, *flags: str) -> dict[tuple[int, bool], float]:
+    """Return the mean of the last losses by seed and by whether it trained in f8."""
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    done = _run(
+        "benchmarks.f8_training", "--size", "tiny", "--out", str(folder), *flags
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((folder / "f8_training.json").read_text())["rows"]
+    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
+    assert len(last) == len(rows)
+    return last
+
+
+def test_a_gpt_begins_to_learn_in_f8_as_without(tmp_path: Path) -> None:
+    last = _losses_of_a_gpt(tmp_path, "--steps", "40", "--seeds", "0")
+    assert last[0, False] < np.log(256) - 0.5
+    assert last[0, True] == pytest.approx(last[0, False], rel=0.02)
+    assert last[0, True] != last[0, False]
+    page = (tmp_path / "f8_training.md").read_text()
+    assert "Seed 0: f8 differs by " in page
+
+
+@pytest.mark.thorough
 def test_a_gpt_learns_in_f8_as_without(tmp_path: Path) -> None:
     """From two seeds, no worse by over 1 % in the mean of the last 100 steps.
 
     After so few steps a seed may be ahead by more, as two seeds without f8 are.
     """
-    for package in ("flax", "optax"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    flags = ("--size", "tiny", "--steps", "120", "--out", str(tmp_path))
-    done = _run("benchmarks.f8_training", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "f8_training.json").read_text())["rows"]
-    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
+    last = _losses_of_a_gpt(tmp_path, "--steps", "120")
     assert len(last) == 4
     for seed in (0, 1):
         assert -0.03 <= last[seed, True] / last[seed, False] - 1 <= 0.01

@@ -15,11 +15,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import jax_cudnn
-from jax_cudnn import cli, offline, startup
+from jax_cudnn import cli, config, offline, startup
+from jax_cudnn.ops.attention import layouts, qkv
+from jax_cudnn.ops.common import activations
+from jax_cudnn.parallel import problem, schedule
 from tests.tools.script import load_script
 from tests.tools.snippets import DOCS, GUIDES, OFF_GPU, run, snippets
 
@@ -125,6 +129,29 @@ def _anchor(heading: str) -> str:
     return kept.replace(" ", "-")
 
 
+def test_internals_name_the_page_of_every_file() -> None:
+    root = DOCS.parent
+    homes = (root / "jax_cudnn", root)
+    page = (DOCS / "internals" / "index.md").read_text()
+    table = page.partition("## Which page explains a file")[2]
+    rows = re.findall(r"^\| (`.*?) \| (.*\]\(.*) \|$", table, re.M)
+    explained: set[Path] = set()
+    for names, _ in rows:
+        for name in re.findall(r"`([^`]+)`", names):
+            found = next((x for x in (list(h.glob(name)) for h in homes) if x), None)
+            assert found, f"{name} is not there"
+            explained.update(found)
+    sources = [*(root / "jax_cudnn").rglob("*.py"), *(root / "ffi").rglob("*.[ch]*")]
+    assert len(sources) > 300
+    for file in sources:
+        if file.name != "__init__.py":
+            assert explained & {file, *file.parents}, f"no page explains {file}"
+
+
+def test_users_find_few_pages_of_benchmarks() -> None:
+    assert len(list((DOCS / "benchmarks").glob("*.md"))) <= 8
+
+
 # --- tables ---------------------------------------------------------------------------
 
 
@@ -169,6 +196,41 @@ def test_every_public_name_is_in_the_reference() -> None:
             assert is_entry or inspect.ismodule(getattr(module, public)), full
 
 
+def test_pages_of_the_reference_open_with_a_table_of_their_entries() -> None:
+    pages = set((DOCS / "api").glob("*.md")) - {DOCS / "api" / "types.md"}
+    assert len(pages) > 13
+    for page in pages:
+        text = page.read_text()
+        entries = re.findall(
+            r"^\.\. auto(?:function|class|exception):: (\S+)$", text, re.M
+        )
+        table = text.partition("autosummary::")[2].partition("```")[0]
+        opening = {name.split(".")[-1] for name in table.split()}
+        # A class that others inherit from, and that is not public.
+        hidden = {"jax_cudnn.plans.calls.CallSummary"}
+        for entry in {*entries} - hidden:
+            assert entry.split(".")[-1] in opening, (page, entry)
+
+
+def test_the_page_of_types_names_every_value() -> None:
+    sections = re.split(r"^## ", (DOCS / "api" / "types.md").read_text(), flags=re.M)
+    # The function of that name hides its module.
+    causal = importlib.import_module("jax_cudnn.ops.products.causal_conv1d")
+    kinds = {
+        "Implementation": config.Implementation,
+        "Activation": activations.ActivationName,
+        "Layout": layouts.Layout,
+        "PageLayout": layouts.PageLayout,
+        "QkvLayout": qkv.QkvLayout,
+        "Order": schedule.Order,
+        "Method": problem.Method,
+        "CausalLayout": causal.CausalLayout,
+    }
+    for name, kind in kinds.items():
+        (section,) = (each for each in sections if each.startswith(f"{name}\n"))
+        assert set(re.findall(r'`"(\w+)"`', section)) == set(get_args(kind)), name
+
+
 @pytest.mark.once
 def test_pictures_show_what_the_data_say() -> None:
     pictures, advice = load_script("pictures"), "run python -m scripts.pictures"
@@ -177,6 +239,66 @@ def test_pictures_show_what_the_data_say() -> None:
         assert pictures.digest(shown) in text, (name, advice)
     for page in pictures.PAGES:
         assert pictures.with_gain(page.read_text()) == page.read_text(), advice
+
+
+def test_what_models_gain_is_told_by_the_faster_plain_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pictures = load_script("pictures")
+
+    def row(
+        model: str,
+        contender: str,
+        ms: float,
+        mib: int,
+        ratio: float,
+        what: str = "train",
+    ) -> dict[str, object]:
+        bounds = {"ratio": ratio, "ratio_low": ratio - 0.01, "ratio_high": ratio + 0.01}
+        about = {"model": model, "what": what, "contender": contender}
+        return {**about, "ms": ms, "mib": mib, "GPU": "NVIDIA H200", **bounds}
+
+    rows = [
+        row("even", "plain JAX", 1.0, 100, 1.0),
+        row("even", "untuned", 1.0, 100, 1.004),
+        row("experts", "plain JAX", 9.0, 70, 1.8),
+        row("experts", "plain JAX, all experts", 5.0, 90, 1.0),
+        row("experts", "untuned", 4.0, 45, 0.8),
+        row("experts", "tuned", 2.0, 45, 0.4),
+        row("experts", "untuned", 1.0, 1, 0.1, "infer"),
+        row("worse", "plain JAX", 1.0, 100, 1.0),
+        row("worse", "untuned", 1.2, 130, 1.2),
+        row("wide", "plain JAX", 1.0, 100, 1.0),
+        row("wide", "untuned", 1.1, 100, 1.1),
+    ]
+    monkeypatch.setattr(pictures, "_read", {"models": {"rows": rows}}.__getitem__)
+    told = pictures.gain()
+    assert "cuDNN attention, on H200s:\n\n- experts: 20 % less time and half of" in told
+    assert told.count("\n- ") == 1
+    assert told.endswith(
+        "Of 4 models, 1 takes at least 5 % less time, and 1 needs at least 5 % less "
+        "memory. But wide takes 10 % more time, worse takes 20 % more time and worse "
+        "needs 30 % more memory."
+    )
+    (panel,) = pictures.panels_of_steps()
+    assert [name for name, _ in panel.rows] == ["experts", "even", "wide", "worse"]
+
+
+def test_pictures_can_be_read_on_a_phone_and_in_the_dark() -> None:
+    root = DOCS / "pictures"
+    for file in root.glob("*.svg"):
+        style, _, drawn = file.read_text().partition("</style>")
+        assert "prefers-color-scheme: dark" in style, file
+        # All colours are variables, of which no two look alike.
+        assert not re.search(r"#[0-9a-f]{6}", drawn), file
+        for scheme in re.findall(r":root {(.*)}", style):
+            colours = re.findall(r"#\w+", scheme)
+            assert len(colours) == len(set(colours)) > 6, file
+        # A phone of 390 pixels gives a picture 358 of them.
+        box = re.search(r'viewBox="0 0 ([\d.]+) ', style)
+        assert box is not None
+        sizes = [float(x) for x in re.findall(r"font-size: ([\d.]+)px", drawn)]
+        assert min(sizes) * 358 / float(box[1]) > 10.5, file
 
 
 def test_every_extra_for_users_is_in_the_guide_to_installing() -> None:

@@ -145,7 +145,7 @@ save(folder / "flops", {
 def runs(text, tmp_path_factory):
     """The folder with what the programs saved, and what they printed."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_python(_LAYOUTS + _MODEL, folder, text)
+    return folder, run_python(_LAYOUTS, folder, text)
 
 
 @pytest.mark.thorough
@@ -243,9 +243,16 @@ def _gpt(tokens, weights, layers):
     return _normalised(x, weights, "norm") @ weights["tokens.embedding"].T
 
 
-@pytest.mark.thorough
-def test_the_model_is_gpt_2(runs):
-    told, weights = (np.load(runs[0] / f"{name}.npz") for name in ("model", "weights"))
+@pytest.fixture(scope="module")
+def model(text, tmp_path_factory):
+    """The folder with logits, loss, weights and FLOPs of a model."""
+    folder = tmp_path_factory.mktemp("model")
+    run_python(_MODEL, folder, text)
+    return folder
+
+
+def test_the_model_is_gpt_2(model):
+    told, weights = (np.load(model / f"{name}.npz") for name in ("model", "weights"))
     weights = {name: weights[name].astype(np.float64) for name in weights.files}
     truth = np.stack([_gpt(tokens, weights, layers=2) for tokens in told["tokens"]])
     scale = np.abs(truth).max()
@@ -257,8 +264,8 @@ def test_the_model_is_gpt_2(runs):
     np.testing.assert_allclose(told["loss"], -chosen.mean(), rtol=1e-4)
 
 
-def test_flops_are_those_of_the_products(runs):
-    flops = np.load(runs[0] / "flops.npz")
+def test_flops_are_those_of_the_products(model):
+    flops = np.load(model / "flops.npz")
     # Plain JAX computes the scores that the mask hides; they are not work to be done.
     # Nor is the product that looks up tokens.
     extra = flops["['masked']"] + flops["['lookup']"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention nodes for serving: keys and values are in a cache, filled to lengths.
+"""The attention node for serving: keys and values are in a cache, filled to lengths.
 
-Their tensors are described in node_kinds.json. In `sdpa_cached` each sequence has its
-own part of the cache. In `sdpa_paged` it has pages of i tokens: token j of sequence b
-is token ``j % i`` of page ``page_table[b, j // i]``.
+Its tensors are described in node_kinds.json. Each sequence has its own part of the
+cache. With a ``page_table`` it has pages of i tokens: token j of sequence b is token
+``j % i`` of page ``page_table[b, j // i]``.
 
 Sequence b has ``key_lengths[b]`` tokens, the last ``query_lengths[b]`` of which are its
 queries: the position of query s is ``key_lengths - query_lengths + s``. What lies past
@@ -41,14 +41,13 @@ def sdpa_cached_graph(
 ) -> Graph:
     """Build the one-node graph; tensors are named by their roles.
 
-    ``inputs`` maps roles to tensors of the same name, in operand order. With a page
-    table it is a graph of `sdpa_paged`.
+    ``inputs`` maps roles to tensors of the same name, in operand order.
     """
-    kind = SDPA_PAGED if "page_table" in inputs else SDPA_CACHED
+    row = SDPA_CACHED.row
     roles = ("output", "stats") if with_stats else ("output",)
-    outputs = {role: result_like(kind.row, role, inputs, attributes) for role in roles}
+    outputs = {role: result_like(row, role, inputs, attributes) for role in roles}
     outputs["output"] = replace(outputs["output"], order=output_order)
-    return single_node_graph(kind.name, inputs, outputs, attributes)
+    return single_node_graph(row.name, inputs, outputs, attributes)
 
 
 def room(roles: Mapping[str, Tensor]) -> int:
@@ -59,7 +58,4 @@ def room(roles: Mapping[str, Tensor]) -> int:
 
 SDPA_CACHED = register_kind(
     NodeKind(row=describe("sdpa_cached"), attributes=CachedAttributes)
-)
-SDPA_PAGED = register_kind(
-    NodeKind(row=describe("sdpa_paged"), attributes=CachedAttributes)
 )

@@ -1,30 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention nodes of queries, keys and values in one array: `sdpa_qkv`.
+"""Queries, keys and values of attention in one array: the operand ``qkv``.
 
 A projection makes all three at once. The array ``qkv`` has p parts, the first g of them
 queries, then as many keys as values. Its gradient is one array as well. All else is
-that of `sdpa` (graph/attention/sdpa.py), whose node is meant: `as_sdpa` returns it.
+that of attention over the parts, whose node is meant: `with_parts` returns it.
 
 Either there are three parts of k heads each, as in (b, s, 3, h, d), or parts of one
 head each, as in (b, s, h + 2k, d) for h query and k key heads. Only then do the heads
 of queries, keys and values each have one stride.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.attention.score_mod import OPERANDS, check_score_mod
-from jax_cudnn.graph.attention.sdpa import SDPA_BACKWARD, SdpaAttributes, row_results
-from jax_cudnn.graph.description import describe
-from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind, roles_in
-from jax_cudnn.graph.shapes import result_like
-from jax_cudnn.graph.spec import Attributes, Graph, Tensor
-from jax_cudnn.graph.transforms.gradient_kernel import (
-    gradient_kernel,
-    single_node_graph,
-)
+from jax_cudnn.graph.attention.score_mod import OPERANDS
+from jax_cudnn.graph.kinds import Roles, roles_in
+from jax_cudnn.graph.spec import Graph, Tensor
+from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
 
 # The axes of qkv.
 PARTS, HEADS = 1, 2
@@ -62,29 +55,7 @@ def part_tensor(qkv: Tensor, role: str, part: Part) -> Tensor:
     return Tensor(name=role, dtype=qkv.dtype, dims=tuple(dims), order=order)
 
 
-def sdpa_qkv_graph(
-    inputs: Mapping[str, Tensor],
-    *,
-    attributes: SdpaAttributes,
-    query_heads: int,
-    with_stats: bool = False,
-    with_max: bool = False,
-) -> Graph:
-    """Build the one-node graph; tensors are named by their roles.
-
-    ``inputs`` maps roles to tensors of the same name, in operand order. The output
-    stores its axes as qkv does.
-    """
-    qkv = inputs["qkv"]
-    part = parts_of(qkv.dims, query_heads)["query"]
-    outputs = {"output": part_tensor(qkv, "output", part)}
-    for role in row_results(with_stats=with_stats, with_max=with_max):
-        roles = {**inputs, **outputs}
-        outputs[role] = result_like(SDPA_QKV.row, role, roles, attributes)
-    return single_node_graph("sdpa_qkv", inputs, outputs, attributes)
-
-
-def as_sdpa(graph: Graph) -> Graph:
+def with_parts(graph: Graph) -> Graph:
     """Return the graph with query, key and value as operands of their own.
 
     They take the place of qkv, and their gradients that of its gradient. Tensors are
@@ -107,62 +78,30 @@ def as_sdpa(graph: Graph) -> Graph:
                 found[own] = part_tensor(roles[role], own, part)
         return found
 
-    kind = "sdpa" if node.kind == SDPA_QKV.name else "sdpa_backward"
     return single_node_graph(
-        kind, divided(graph.inputs), divided(graph.outputs), node.attributes
+        node.kind, divided(graph.inputs), divided(graph.outputs), node.attributes
     )
 
 
-def _check(roles: Roles, attributes: Attributes) -> None:
-    assert isinstance(attributes, SdpaAttributes)
-    check_score_mod(attributes.score_mod, attributes.score_mod_grad, roles)
+def check_parts(roles: Roles) -> None:
+    """Raise GraphError unless qkv has parts that are queries, keys and values."""
     _, parts, heads, length, _ = roles["qkv"].dims
     queries = roles["output"].dims[1] // max(heads, 1)
     keys = (parts - queries) // 2
     if keys < 1 or queries < 1 or queries + 2 * keys != parts or queries % keys:
         raise GraphError(
-            f"sdpa_qkv: {parts} parts are not {queries} for queries and as many for "
+            f"sdpa: {parts} parts are not {queries} for queries and as many for "
             "keys as for values"
         )
     if heads != 1 and parts != 3:
         raise GraphError(
-            f"sdpa_qkv: {parts} parts of {heads} heads; there are 3 parts, or parts of "
+            f"sdpa: {parts} parts of {heads} heads; there are 3 parts, or parts of "
             "one head"
         )
     # A letter of their own, as no tensor is divided twice by one.
     for role in ("bias", "mask", *OPERANDS):
         if role in roles and roles[role].dims[3] not in (1, length):
             raise GraphError(
-                f"sdpa_qkv: {role} is for {roles[role].dims[3]} keys, but there are "
+                f"sdpa: {role} is for {roles[role].dims[3]} keys, but there are "
                 f"{length}"
             )
-
-
-def _cancelled(roles: Roles) -> frozenset[str]:
-    """Return the gradient of the bias, where its terms cancel as in `sdpa_backward`."""
-    assert SDPA_BACKWARD.cancelled is not None
-    own = {role: tensor for role, tensor in roles.items() if role != "qkv"}
-    parts = parts_of(roles["qkv"].dims, roles["output"].dims[1])
-    own["key"] = part_tensor(roles["qkv"], "key", parts["key"])
-    # Those of queries and keys share an array with those of values.
-    return SDPA_BACKWARD.cancelled(own) & roles.keys()
-
-
-SDPA_QKV = register_kind(
-    NodeKind(
-        row=describe("sdpa_qkv"),
-        attributes=SdpaAttributes,
-        check=_check,
-        derivative=gradient_kernel("sdpa_qkv_backward"),
-    )
-)
-
-SDPA_QKV_BACKWARD = register_kind(
-    NodeKind(
-        row=describe("sdpa_qkv_backward"),
-        attributes=SdpaAttributes,
-        check=_check,
-        gradient_of="sdpa_qkv",
-        cancelled=_cancelled,
-    )
-)

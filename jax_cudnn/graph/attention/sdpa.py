@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention nodes: `sdpa`, `sdpa_dropout` and the gradient of each.
+"""The attention nodes: `sdpa` and its gradient.
 
 Their tensors are described in node_kinds.json. ``bias`` is added to the scaled scores;
 a ``mask`` is False where a key is hidden from a query; queries and keys at or past
@@ -16,11 +16,13 @@ elements, all rows one after another, and the number of elements at the end.
 
 With dropout, probabilities are dropped after the softmax, and ``stats`` is that without
 it. Which ones are dropped follows from a seed, and an offset for each batch entry and
-head: reference/attention/dropout.py. In the kinds with dropout each batch entry and
-head is given its offset, so devices can share them out, and each entry may have its
-seed, so examples of a vmap fold into the batch. The plain kinds have what a kernel
-takes: one seed and one offset, from which a kernel counts on, or the mask that follows,
+head: reference/attention/dropout.py. Each batch entry and head has its offset, so
+devices can share them out, and each entry may have its seed, so examples of a vmap fold
+into the batch. What entries share is there once. A kernel takes one seed and one
+offset, from which it counts on (``dropout_heads`` is 0 then), or the mask that follows,
 1 where a probability is kept.
+
+Query, key and value may be one operand, ``qkv``: graph/attention/qkv.py.
 
 ``mod_a`` to ``mod_d`` are what ``score_mod`` reads beside the scores.
 
@@ -36,6 +38,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from jax_cudnn.graph.attention.qkv import check_parts, part_tensor, parts_of
 from jax_cudnn.graph.attention.score_mod import Steps, check_score_mod
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
@@ -114,18 +117,26 @@ def sdpa_graph(
     *,
     attributes: SdpaAttributes,
     output_order: tuple[int, ...] = (0, 1, 2, 3),
+    query_heads: int = 0,
     with_stats: bool = False,
     with_max: bool = False,
 ) -> Graph:
     """Build the one-node forward graph; tensors are named by their roles.
 
-    ``inputs`` maps roles to tensors of the same name, in operand order.
+    ``inputs`` maps roles to tensors of the same name, in operand order. Only an operand
+    ``qkv`` needs ``query_heads``; the output then stores its axes as qkv does.
     """
-    kind = SDPA_DROPOUT if "dropout_seed" in inputs else SDPA
-    roles = ("output", *row_results(with_stats=with_stats, with_max=with_max))
-    outputs = {role: result_like(kind.row, role, inputs, attributes) for role in roles}
-    outputs["output"] = replace(outputs["output"], order=output_order)
-    return single_node_graph(kind.name, inputs, outputs, attributes)
+    if (qkv := inputs.get("qkv")) is not None:
+        part = parts_of(qkv.dims, query_heads)["query"]
+        output = part_tensor(qkv, "output", part)
+    else:
+        output = result_like(SDPA.row, "output", inputs, attributes)
+        output = replace(output, order=output_order)
+    outputs = {"output": output}
+    for role in row_results(with_stats=with_stats, with_max=with_max):
+        roles = {**inputs, "output": output}
+        outputs[role] = result_like(SDPA.row, role, roles, attributes)
+    return single_node_graph(SDPA.name, inputs, outputs, attributes)
 
 
 def row_results(*, with_stats: bool, with_max: bool) -> tuple[str, ...]:
@@ -146,15 +157,16 @@ def sdpa_backward_graph(
     stored as its operand is. Beside those of query, key and value, there are those of
     the roles asked for, in the order of the table.
     """
-    kind = SDPA_DROPOUT_BACKWARD if "dropout_seed" in inputs else SDPA_BACKWARD
     roles = ["query", "key", "value", *gradients_of]
     outputs = {f"grad_{x}": replace(inputs[x], name=f"grad_{x}") for x in roles}
-    return single_node_graph(kind.name, inputs, outputs, attributes)
+    return single_node_graph(SDPA_BACKWARD.name, inputs, outputs, attributes)
 
 
 def _check(roles: Roles, attributes: Attributes) -> None:
     assert isinstance(attributes, SdpaAttributes)
     check_score_mod(attributes.score_mod, attributes.score_mod_grad, roles)
+    if "qkv" in roles:
+        check_parts(roles)
 
 
 def _cancelled(roles: Roles) -> frozenset[str]:
@@ -169,7 +181,9 @@ def _cancelled(roles: Roles) -> frozenset[str]:
         return frozenset()
     if "bias" in roles and roles["bias"].dims[3] == 1:
         found.add("grad_bias")
-    if roles["key"].dims[2] == 1 and "grad_stats" not in roles:
+    keys = roles["qkv"].dims[3] if "qkv" in roles else roles["key"].dims[2]
+    if keys == 1 and "grad_stats" not in roles:
+        # Those of queries and keys in one array have those of values beside them.
         found |= {"grad_query", "grad_key", "grad_bias"}
     return frozenset(found & roles.keys())
 
@@ -189,23 +203,6 @@ SDPA_BACKWARD = register_kind(
         attributes=SdpaAttributes,
         check=_check,
         gradient_of="sdpa",
-        cancelled=_cancelled,
-    )
-)
-
-SDPA_DROPOUT = register_kind(
-    NodeKind(
-        row=describe("sdpa_dropout"),
-        attributes=SdpaAttributes,
-        derivative=gradient_kernel("sdpa_dropout_backward"),
-    )
-)
-
-SDPA_DROPOUT_BACKWARD = register_kind(
-    NodeKind(
-        row=describe("sdpa_dropout_backward"),
-        attributes=SdpaAttributes,
-        gradient_of="sdpa_dropout",
         cancelled=_cancelled,
     )
 )

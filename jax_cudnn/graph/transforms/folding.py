@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jax_cudnn.graph.description import Role
-from jax_cudnn.graph.kinds import is_anchor, kind_named
+from jax_cudnn.graph.kinds import is_anchor, row_of
 from jax_cudnn.graph.pointwise import is_extreme
 from jax_cudnn.graph.spec import Graph, Node
 from jax_cudnn.graph.walks import made_by, readers
@@ -36,7 +36,7 @@ class FoldRule:
 
 def is_apart(graph: Graph) -> bool:
     """Whether examples run one by one in cuDNN, where that is asked for."""
-    return any(kind_named(node.kind).row.is_apart_in_cudnn for node in graph.nodes)
+    return any(row_of(node).apart in dict(node.inputs) for node in graph.nodes)
 
 
 def fold_rule(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
@@ -45,7 +45,7 @@ def fold_rule(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
     Sums that are left for after the call keep what they add until then, so only the
     last letter of a kind may have such.
     """
-    rows = [kind_named(node.kind).row for node in graph.nodes if is_anchor(node)]
+    rows = [row_of(node) for node in graph.nodes if is_anchor(node)]
     letters: tuple[str, ...] = rows[0].folds if rows else ()
     found: list[FoldRule] = []
     for letter in letters:
@@ -92,7 +92,7 @@ def _groups(graph: Graph) -> Iterator[tuple[set[str], list[Role]]]:
                 groups[name] = joined
     for group in {id(group): group for group in groups.values()}.values():
         roles = [
-            kind_named(node.kind).row.roles[role]
+            row_of(node).roles[role]
             for node in graph.nodes
             if is_anchor(node)
             for role, name in (*node.inputs, *node.outputs)
@@ -139,7 +139,7 @@ class _Fold:
         return FoldRule(letter=self._letter, axes=axes, sizes=sizes, sums=sums)
 
     def _roles(self, node: Node) -> Iterator[tuple[Role, str]]:
-        row = kind_named(node.kind).row
+        row = row_of(node)
         for role, name in (*node.inputs, *node.outputs):
             yield row.roles[role], name
 
@@ -221,7 +221,7 @@ class _Fold:
 
     def _sums(self, folded: frozenset[str], sizes: Mapping[str, int]) -> Iterator[str]:
         for node in self._graph.nodes:
-            row = kind_named(node.kind).row
+            row = row_of(node)
             for role, name in self._roles(node):
                 if role.is_input or name not in folded:
                     continue

@@ -14,7 +14,13 @@ from typing import Literal
 
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import Role
-from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named, roles_in
+from jax_cudnn.graph.kinds import (
+    BackwardGraph,
+    Derivative,
+    kind_named,
+    roles_in,
+    row_of,
+)
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Node, Tensor
 
@@ -65,7 +71,7 @@ def forward_graph(graph: Graph) -> Graph | None:
     forward = None if node is None else kind_named(node.kind).gradient_of
     if node is None or forward is None:
         return None
-    row = kind_named(forward).row
+    row = kind_named(forward).row.form(dict(node.inputs))
     names = dict(node.inputs)
 
     def named(roles: Iterable[Role]) -> dict[str, Tensor]:
@@ -89,8 +95,9 @@ def forward_graph(graph: Graph) -> Graph | None:
 @functools.lru_cache(maxsize=4096)
 def _with_residuals(graph: Graph, backward: str) -> Graph:
     (node,) = graph.nodes
-    row = kind_named(node.kind).row
-    read = {role.name for role in kind_named(backward).row.inputs if role.is_required}
+    row = row_of(node)
+    after = kind_named(backward).row.form(dict(node.inputs))
+    read = {role.name for role in after.inputs if role.is_required}
     roles = roles_in(graph, node)
     saved = [
         result_like(row, role.name, roles, node.attributes)
@@ -115,10 +122,10 @@ def _gradient(
     wanted: tuple[bool, ...],
     nonzero: tuple[bool, ...],
 ) -> BackwardGraph:
-    row = kind_named(backward).row
     full = _with_residuals(graph, backward)
     (node,) = full.nodes
-    adds = kind_named(node.kind).row.adds
+    row = kind_named(backward).row.form(dict(node.inputs))
+    adds = row_of(node).adds
     assert not {*adds[1:]} & dict(node.inputs).keys(), "that of the rest is asked for"
     role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
     inputs: dict[str, Tensor] = {}

@@ -27,8 +27,8 @@ from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legal, Legalization
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.attention.cached import Ends
-from jax_cudnn.reference.attention.sdpa import combined
 from jax_cudnn.reference.attention.sequences import FARTHEST
+from jax_cudnn.reference.attention.softmax import combined
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Target, Tensor
+from jax_cudnn.graph import Target, Tensor
 from jax_cudnn.legalize.attention.passes import Way, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.limits.attention import DROPOUT_NOT_COMPARED
@@ -22,17 +22,6 @@ from jax_cudnn.reference.interpreter import to_logical
 # f16 of 1 - rate.
 _HIGHEST_RATE = 1 - 2.0**-5
 _PLAIN = (0, 1, 2, 3)
-
-
-def plain_editor(graph: Graph) -> GraphEditor:
-    """Start from attention with or without dropout, as a node of the plain kind.
-
-    Until one of the steps below, seed and offsets are those of the kind with dropout.
-    """
-    editor = GraphEditor.by_role(graph)
-    node = editor.main
-    editor.replace_main(replace(node, kind=node.kind.replace("_dropout", "")))
-    return editor
 
 
 def dropout_steps(editor: GraphEditor, target: Target | None) -> list[Way]:
@@ -119,6 +108,8 @@ def _give_mask(editor: GraphEditor) -> None:
             to_logical(offset, env.pop("dropout_offset")),
             (dims[2], dims[3]),
         )
+        # Batch entries with the same seed and offsets share what is kept.
+        is_kept = jnp.broadcast_to(is_kept, dims)
         env["dropout_mask"] = is_kept.astype(jax_dtype(mask.dtype))
 
     editor.before.append(before)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose queries, keys and values are one array, as cuDNN takes it.
+"""Legalises attention whose queries, keys and values are one array.
 
-As that of three operands, which legalize/attention/sdpa.py rewrites. Where all three
-would enter the kernel as they are, it gets the one array instead: the C++ builder tells
-cuDNN where in it each begins (ffi/frontend/qkv_parts.cc). Otherwise, and where cuDNN
-has no plan for it, they are copied out of the array.
+It is legalised as attention over three operands. Where all three would enter the kernel
+as they are, it gets the one array instead: the C++ builder tells cuDNN where in it each
+begins (ffi/nodes/qkv_parts.cc). Otherwise, and where cuDNN has no plan for it, they
+are copied out of the array.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, Target, Tensor, kind_named
-from jax_cudnn.graph.attention.qkv import PARTS, Part, as_sdpa, part_tensor, parts_of
-from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.legalize.attention import sdpa
+from jax_cudnn.graph import Graph, Node, Target, Tensor
+from jax_cudnn.graph.attention.qkv import PARTS, Part, part_tensor, parts_of, with_parts
+from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.legalize.common.legalization import (
     After,
     Arrays,
@@ -36,17 +35,10 @@ _PADDED = "the kernel takes them in another form (padded, scaled or packed)"
 _NO_PLAN = "cuDNN has no plan that reads them there"
 
 
-def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can run a forward graph."""
-    return _legalize(graph, target, sdpa.legalize_forward)
-
-
-def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can run a gradient graph."""
-    return _legalize(graph, target, sdpa.legalize_backward)
-
-
-def _legalize(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
+def by_parts(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
+    """Legalise a graph by a rule for three operands, if it has one array of them."""
+    if "qkv" not in dict(graph.nodes[0].inputs):
+        return rule(graph, target)
     divided = _Divided(graph)
     found = rule(divided.graph, target)
     candidates: list[Legal] = []
@@ -65,12 +57,12 @@ class _Divided:
 
     def __init__(self, original: Graph) -> None:
         (node,) = original.nodes
-        self.graph = as_sdpa(original)
+        self.graph = with_parts(original)
         self._roles = roles_in(original, node)
         role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
         self._inputs = tuple(role_of[name] for name in original.inputs)
         self._outputs = tuple(role_of[name] for name in original.outputs)
-        self._kind = node.kind
+        self._node = node
         output = self._roles["output"]
         self._parts = parts_of(self._roles["qkv"].dims, output.dims[1])
 
@@ -219,12 +211,11 @@ class _Divided:
     def _undivided(self, legal: Graph) -> Graph | None:
         """Return a rewritten graph with qkv again, if its parts are as they were."""
         (node,) = legal.nodes
-        row = kind_named(self._kind).row
         tensors = {tensor.name: tensor for tensor in legal.tensors}
         for name in (*_ROLES, *_GRADIENTS):
             if name in tensors and tensors.pop(name) != self.graph.tensor(name):
                 return None
-        if not row.roles.keys() >= tensors.keys():
+        if not row_of(self._node).roles.keys() >= tensors.keys():
             return None  # Offsets of packed sequences, for one.
         inputs = ["qkv", *(name for name in legal.inputs if name not in _ROLES)]
         outputs = [name for name in legal.outputs if name not in _GRADIENTS]
@@ -233,7 +224,7 @@ class _Divided:
         for name in {"qkv", "grad_qkv"}.intersection((*inputs, *outputs)):
             tensors[name] = replace(self._roles[name], name=name)
         own = Node.make(
-            self._kind,
+            node.kind,
             {name: name for name in inputs},
             {name: name for name in outputs},
             node.attributes,

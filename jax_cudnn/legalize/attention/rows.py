@@ -33,7 +33,7 @@ from jax_cudnn.legalize.common.legalization import (
     Rule,
     given_more,
 )
-from jax_cudnn.reference.attention import sdpa
+from jax_cudnn.reference.attention import sdpa, softmax
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
@@ -60,7 +60,7 @@ def _scale_by_share(editor: GraphEditor) -> None:
     def after(env: Env, results: Env) -> None:
         stats = to_logical(tensors["stats"], results["stats"])
         sinks = to_logical(tensors["sinks"], env["sinks"])
-        share, both = sdpa.share_and_sum(stats, sinks)
+        share, both = softmax.share_and_sum(stats, sinks)
         scaled = results["output"].astype(stats.dtype) * to_stored(
             tensors["output"], share
         )
@@ -107,13 +107,13 @@ def terms_of_sinks(
         return to_logical(tensors[role], env[role])
 
     stats, sinks = logical("stats"), logical("sinks").astype(env["stats"].dtype)
-    delta = sdpa.output_products(
+    delta = softmax.output_products(
         logical("output"), logical("grad_output"), stats, sinks
     )
     grad_stats = jnp.zeros_like(stats)
     if "grad_stats" in tensors:
         grad_stats = logical("grad_stats")
-    return sdpa.share_of_sinks(sinks, stats), delta, grad_stats
+    return softmax.share_of_sinks(sinks, stats), delta, grad_stats
 
 
 # --- the maximum ----------------------------------------------------------------------

@@ -2,8 +2,9 @@
 """Attention as cuDNN takes it; axis letters and roles as in graph/attention/sdpa.py.
 
 What cuDNN's attention lacks is added around it by passes: legalize/attention/passes.py
-has their order. Before these, packed sequences and windows that cuDNN has no form for
-become masks, and the cotangent of a row's maximum is taken from the graph.
+has their order. Before these, one array of queries, keys and values is taken apart,
+packed sequences and windows that cuDNN has no form for become masks, and the cotangent
+of a row's maximum is taken from the graph.
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.attention.score_mod import OPERANDS
-from jax_cudnn.legalize.attention.dropout import dropout_steps, plain_editor
+from jax_cudnn.legalize.attention.dropout import dropout_steps
 from jax_cudnn.legalize.attention.packed import by_packing
 from jax_cudnn.legalize.attention.padding import STATS_COLUMNS
 from jax_cudnn.legalize.attention.passes import (
@@ -25,6 +26,7 @@ from jax_cudnn.legalize.attention.passes import (
     common_attributes_of,
     run_passes,
 )
+from jax_cudnn.legalize.attention.qkv import by_parts
 from jax_cudnn.legalize.attention.rows import by_maximum, terms_of_sinks
 from jax_cudnn.legalize.attention.score_mod import why_not_score_mod
 from jax_cudnn.legalize.attention.windows import by_window
@@ -41,12 +43,12 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 
 def _forward(graph: Graph, target: Target | None) -> Legalization:
-    first = plain_editor(graph)
+    first = GraphEditor.by_role(graph)
     if refusal := _refuse(first, target):
         return refusal
 
     def edited(drop: Way) -> Legal:
-        editor = plain_editor(graph)
+        editor = GraphEditor.by_role(graph)
         run_passes(editor, "forward", target, drop)
         return replace(editor.finish(), problem=graph)
 
@@ -54,12 +56,12 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _backward(graph: Graph, target: Target | None) -> Legalization:
-    first = plain_editor(graph)
+    first = GraphEditor.by_role(graph)
     if refusal := _refuse(first, target):
         return refusal
     tensors = first.tensors
     if "grad_bias" not in tensors:
-        ways = [plain_editor]
+        ways = [GraphEditor.by_role]
     elif tensors["bias"].dims[3] == 1:
         is_partial = attributes_of(first).is_partial
         ways = [
@@ -70,7 +72,7 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         # cuDNN has no gradient of a bias beside a score_mod (9.19 and 9.27).
         has_score_mod = bool(attributes_of(first).score_mod)
         if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
-            ways.insert(0, plain_editor)
+            ways.insert(0, GraphEditor.by_role)
 
     def edited(way: Callable[[Graph], GraphEditor], drop: Way) -> Legal:
         editor = way(graph)
@@ -103,10 +105,11 @@ def _packing(kernel: str) -> _Rewrite:
     return rewrite
 
 
-# The first one first. XLA computes the gradient of a maximum of the graph as it is, and
-# windows count positions within a sequence while there are several.
-_FORWARD = (_packing("ragged forward"), by_window)
-_BACKWARD = (by_maximum, _packing("ragged backward"), by_window)
+# The first one first. Those after `by_parts` see three operands. XLA computes the
+# gradient of a maximum of the graph as it is, and windows count positions within a
+# sequence while there are several.
+_FORWARD = (by_parts, _packing("ragged forward"), by_window)
+_BACKWARD = (by_parts, by_maximum, _packing("ragged backward"), by_window)
 
 
 def _legalize(
@@ -145,7 +148,7 @@ def join_parts(editor: GraphEditor) -> None:
 
 def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
     """Have dbias computed by the reference, and the other gradients by cuDNN."""
-    editor = plain_editor(graph)
+    editor = GraphEditor.by_role(graph)
     index = editor.results.index("grad_bias")
     bias = editor.tensors["bias"]
     editor.notes.append(
@@ -188,7 +191,7 @@ def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
     errors of terms that cancel. Beside a sink it moves the share p of the sink too:
     the gradient is p rowsum(O dO) + (1 - p) dL.
     """
-    editor = plain_editor(graph)
+    editor = GraphEditor.by_role(graph)
     tensors = dict(editor.tensors)
 
     def compute(env: Env) -> jax.Array:

@@ -13,7 +13,7 @@ faster engine, or any:
   added to it is cut off, so it does not matter what is in it.
 
 For other windows, groups are merged. In 16 bits, so are those of all gradients of
-filters along one axis. docs/benchmarks/depthwise.md has the times.
+filters along one axis. docs/internals/measured/depthwise.md has the times.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ where it belongs. Padding adds no zero to a sum that is kept.
 cuDNN's own kernels for groups that fill one load or less multiply two at once, so a NaN
 may get into a neighbour.
 
-docs/benchmarks/conv_groups.md has the times. Groups of one channel are in
+docs/internals/measured/conv_groups.md has the times. Groups of one channel are in
 conv_depthwise.py.
 """
 

@@ -6,7 +6,7 @@ empty. Two places along the last axis are taken as one with twice the channels, 
 and of the result. In memory, with the channels last, these are the same arrays. Each
 filter then appears twice in the gradient, which is summed. What else is in it is left
 out, so that no NaN gets where it does not belong. It is computed in vain, which is
-faster all the same (docs/benchmarks/conv_ways.md).
+faster all the same (docs/internals/measured/conv_ways.md).
 """
 
 from collections.abc import Callable

@@ -18,8 +18,8 @@ launch what is written here):
 * A sigmoid is exact to the last digit, and slow: a product takes nearly twice as long
   with one in its kernel, and so it does with the gradients of sigmoid, silu and
   softplus. It is similar for a reciprocal. With an exponential and a quotient they take
-  a fraction (docs/benchmarks/epilogues.md). Where nothing is multiplied, memory is what
-  takes the time, and these stay cuDNN's.
+  a fraction (docs/internals/measured/epilogues.md). Where nothing is
+  multiplied, memory is what takes the time, and these stay cuDNN's.
 """
 
 from collections.abc import Callable, Collection

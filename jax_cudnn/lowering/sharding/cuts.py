@@ -41,6 +41,22 @@ class DeviceCut:
         parts = tuple(part * minor.count + further for part, further in pairs)
         return DeviceCut(self.count * minor.count, parts)
 
+    def within(self, major: "DeviceCut") -> "DeviceCut | None":
+        """Return it with its parts in the order in which they divide another's further.
+
+        None where they do not divide them equally.
+        """
+        own = dict(zip(self.parts, major.parts, strict=True))
+        is_finer = all(
+            own[x] == y for x, y in zip(self.parts, major.parts, strict=True)
+        )
+        shares = Counter(own.values())
+        if not is_finer or {*shares.values()} != {self.count / major.count}:
+            return None
+        order = sorted(own, key=lambda part: (own[part], part))
+        places = {part: place for place, part in enumerate(order)}
+        return DeviceCut(self.count, tuple(places[part] for part in self.parts))
+
     def is_independent_of(self, others: Sequence[Any]) -> bool:
         """Whether all combinations of parts are on equally many devices."""
         cuts = [self, *others]

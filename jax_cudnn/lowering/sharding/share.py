@@ -38,15 +38,15 @@ class Collectives:
     """The collectives of devices that have shares along some factors.
 
     ``total``: returns the sum of the shares. ``most``: their maximum. ``scatter``: the
-    device's part of the sum along an axis. ``exchange``: an array of the same shape
-    whose parts along an axis are the device's own part of each share. The last two are
-    for divisions that scatter.
+    device's part of the sum along an axis, by the cut that scatters it. ``exchange``:
+    an array of the same shape whose parts along an axis are the device's own part of
+    each share. The last two are for divisions that scatter.
     """
 
     total: Callable[[jax.Array, frozenset[int]], jax.Array]
     most: Callable[[jax.Array, frozenset[int]], jax.Array]
-    scatter: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
-    exchange: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
+    scatter: Callable[[jax.Array, frozenset[int], int, Any], jax.Array] | None = None
+    exchange: Callable[[jax.Array, frozenset[int], int, Any], jax.Array] | None = None
 
 
 def run_share(
@@ -101,14 +101,14 @@ def _sum(
         return collectives.total(share, over).astype(dtype)
     assert collectives.scatter is not None
     assert collectives.exchange is not None
-    (factor,) = scattered
+    ((factor, cut),) = scattered.items()
     axes = division.factors.axes[tensor.name]
     (axis,) = (i for i, product in enumerate(axes) if factor in product)
     if share.dtype == wide:
-        return collectives.scatter(share, over, axis).astype(dtype)
+        return collectives.scatter(share, over, axis, cut).astype(dtype)
     # Shares that a kernel has rounded are sent as they are.
-    count, shape = scattered[factor].count, share.shape
-    parts = collectives.exchange(share, over, axis)
+    count, shape = cut.count, share.shape
+    parts = collectives.exchange(share, over, axis, cut)
     parts = jnp.reshape(parts, (*shape[:axis], count, -1, *shape[axis + 1 :]))
     return jnp.sum(parts, axis, dtype=wide).astype(dtype)
 

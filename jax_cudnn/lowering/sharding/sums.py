@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -120,18 +121,20 @@ def scattering(
         if not summed(division, name):
             continue
         after = rest[0] if rest and name in read_by(rest[0]) else []
-        ways = [*_ways(division, name, first, after)]
+        results = following(after, {name}).intersection(graph.outputs)
+        cuts = [cut for each in sorted(results) for cut in wanted.get(each, ())]
+        ways = [*_ways(division, name, first, after, cuts)]
         if not ways:
             continue
-        results = following(after, {name}).intersection(graph.outputs)
         hits = [_hits(way, results, wanted) for way in ways]
-        is_wanted = max(hits) == len(results)
+        best = max(hits)
+        is_wanted = best.near == len(results)
         size = math.prod(division.local_shape(name))
         bounds = tables_for(None).about("scattered").scattered
         is_medium = bounds.least <= size and (bool(after) or size < bounds.most_alone)
         sends_less = _sends_less(graph, division, name, results, options)
         if is_wanted or (is_medium and sends_less):
-            division = ways[hits.index(max(hits))]
+            division = ways[hits.index(best)]
     return division
 
 
@@ -163,15 +166,30 @@ def _ways(
     name: str,
     first: Sequence[Node],
     after: Sequence[Node],
+    wanted: Iterable[DeviceCut | None],
 ) -> Iterator[Division[DeviceCut]]:
     """Yield divisions in which a sum and what follows it are scattered.
 
-    What the kernel reads as well has to stay as it is.
+    What the kernel reads as well has to stay as it is. Devices have the parts in the
+    order of their shares, or in one in which they are parts of those that the program
+    wants.
     """
+    shared = (division.cuts[f] for f in sorted(summed(division, name)))
+    cut = functools.reduce(DeviceCut.then, shared)
+    found = [cut, *(cut.within(other) for other in wanted if other is not None)]
+    for each in dict.fromkeys(x for x in found if x is not None):
+        yield from _ways_of(division, each, name, first, after)
+
+
+def _ways_of(
+    division: Division[DeviceCut],
+    cut: DeviceCut,
+    name: str,
+    first: Sequence[Node],
+    after: Sequence[Node],
+) -> Iterator[Division[DeviceCut]]:
+    """Yield divisions in which a sum is scattered by a cut, of one axis each."""
     factors = division.factors
-    cut = functools.reduce(
-        DeviceCut.then, (division.cuts[f] for f in sorted(summed(division, name)))
-    )
     depend = following(after, {name})
     if any(summed(division, each) for each in depend - {name}):
         return
@@ -196,15 +214,36 @@ def _ways(
             yield found
 
 
+class _Hits(NamedTuple):
+    """How many results are as the program wants them, or are parts of such.
+
+    Of such parts, devices beside each other make what is wanted: weights that are split
+    along one axis of the mesh have sums along several.
+    """
+
+    exact: int
+    near: int
+
+
 def _hits(
     division: Division[DeviceCut], results: Iterable[str], wanted: Mapping[str, Cuts]
-) -> int:
+) -> _Hits:
     """Return how many of the results are as the program wants them."""
-    found = 0
+    exact = near = 0
     for name in results:
         own = [
             functools.reduce(DeviceCut.then, cuts) if cuts else None
             for cuts in division.cuts_of(name)
         ]
-        found += own == [*wanted.get(name, ())]
-    return found
+        others = [*wanted.get(name, ())]
+        exact += own == others
+        near += len(own) == len(others) and all(map(_refines, own, others))
+    return _Hits(exact, near)
+
+
+def _refines(cut: DeviceCut | None, other: DeviceCut | None) -> bool:
+    """Whether each part of a cut is in one part of another, or both are none."""
+    if cut is None or other is None:
+        return cut == other
+    halves = cut.split(other.count)
+    return halves is not None and halves[0] == other

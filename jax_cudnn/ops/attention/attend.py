@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph, sdpa_qkv_graph
+from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.lowering import (
     axes_in,
     explicit_mesh,
@@ -112,11 +112,9 @@ def attend_by_rows(
 ) -> tuple[jax.Array, ...]:
     """Return the output in the layout; log-sum-exp and maximum (b, s, h) if asked for.
 
-    Queries, keys and values in one array stay there where a graph can have them so.
+    Queries, keys and values in one array stay there, but for an array without elements.
     """
-    qkv = operands.qkv
-    is_in_place = operands.dropout_seed is None and qkv is not None
-    if qkv is not None and not (is_in_place and qkv.array.size > 0):
+    if operands.qkv is not None and not operands.qkv.array.size:
         operands = operands.apart
     output, *rows = attend(
         operands, attributes, call, with_stats=with_lse, with_max=with_max
@@ -139,23 +137,15 @@ def attend(
     if operands.qkv is None:
         operands = _with_heads_of_devices(operands)
     given, qkv = operands.given, operands.qkv
-    tensors = sdpa_tensors(given, operands.layout)
-    if qkv is None:
-        graph = sdpa_graph(
-            tensors,
-            attributes=attributes,
-            output_order=order_of(operands.layout),
-            with_stats=with_stats,
-            with_max=with_max,
-        )
-    else:
-        graph = sdpa_qkv_graph(
-            {"qkv": qkv.tensor(), **tensors},
-            attributes=attributes,
-            query_heads=operands.query_sizes[2],
-            with_stats=with_stats,
-            with_max=with_max,
-        )
+    tensors = {} if qkv is None else {"qkv": qkv.tensor()}
+    graph = sdpa_graph(
+        {**tensors, **sdpa_tensors(given, operands.layout)},
+        attributes=attributes,
+        output_order=order_of(operands.layout),
+        query_heads=operands.query_sizes[2],
+        with_stats=with_stats,
+        with_max=with_max,
+    )
     arrays = [*given.values()]
     if qkv is not None:
         return run_graph(graph, arrays, call)

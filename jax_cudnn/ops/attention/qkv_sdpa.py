@@ -112,8 +112,8 @@ def qkv_sdpa(
       Queries, keys and values are copied out of the array first, as a slice of it
       would be, where the kernel takes them in another form: head sizes that are not
       multiples of 8, a scale that is not positive, packed sequences, the gradient of
-      the log-sum-exp, a key count of 128 n + 64 in the gradient, `score_mod` with steps
-      of its own in the gradient where keys are padded; and with dropout.
+      the log-sum-exp, a key count of 128 n + 64 in the gradient, or `score_mod` with
+      steps of its own in the gradient where keys are padded.
       :func:`jax_cudnn.plans.inspect` says so of each call. The output is an array of
       its own.
 

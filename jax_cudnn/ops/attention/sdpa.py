@@ -173,8 +173,8 @@ def sdpa(
       whose cotangent is 0 are left out; padding that the loss leaves out is an example.
       The host asks the GPU whether there are such rows. So a gradient with a bias takes
       3 to 8 % longer for (8, 1024, 16, 64), and at most 3 % for 2048 tokens or more, on
-      an H200 (docs/benchmarks/sdpa_bias.md). With lengths or a mask in place of such a
-      bias, padding costs nothing.
+      an H200 (docs/internals/measured/sdpa_bias.md). With lengths or a mask in
+      place of such a bias, padding costs nothing.
 
       With `sinks`, head h has the softmax
 

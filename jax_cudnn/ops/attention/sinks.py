@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.layouts import Layout, rows_to
 from jax_cudnn.ops.common.arguments import as_operand, check_dtype, describe
-from jax_cudnn.reference.attention.sdpa import (
+from jax_cudnn.reference.attention.softmax import (
     output_products,
     share_and_sum,
     share_of_sinks,

@@ -104,7 +104,7 @@ def adaptive_layer_norm(
       cuDNN plans it from 9.9 on for every number of features, for sm_80 and newer (9.19
       and 9.27; tests/norms/gpuless/test_norm_surface.py). In the one size that was
       timed, on an H200, its first plan took 1.7 to 4.5 times as long as XLA's code
-      (docs/benchmarks/random_norms.md).
+      (docs/internals/measured/random_norms.md).
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

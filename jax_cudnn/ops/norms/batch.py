@@ -184,7 +184,7 @@ def batch_norm(
 
       cuDNN takes channels in full loads, 8 of 16 bits or 4 of 32; others are padded.
       In the one size that was timed, on an H200, its first plan took 0.92 to 0.95 of
-      the time of XLA's code (docs/benchmarks/random_norms.md).
+      the time of XLA's code (docs/internals/measured/random_norms.md).
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

@@ -132,7 +132,8 @@ def group_norm(
       cuDNN has no group norm. Under "cudnn" one with several channels in a group is a
       layer norm of the groups, stored as rows; XLA multiplies by scale and adds bias
       afterwards, from the rounded result. In the one size that was timed, in f32 on an
-      H200, it took twice as long as XLA's code (docs/benchmarks/random_norms.md).
+      H200, it took twice as long as XLA's code
+      (docs/internals/measured/random_norms.md).
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

@@ -57,8 +57,8 @@ def gated_matmul(
     product and all the rest. An activation that cuDNN does not have is applied to the
     first product before it is rounded. So is any where the products are not floats of
     one dtype. cuDNN also takes both products in one graph, but is not faster that way
-    (docs/benchmarks/where_to_fuse.md, an H200 with 9.19). Transformations, dtypes and
-    errors are those of :func:`jax_cudnn.matmul`.
+    (docs/internals/measured/where_to_fuse.md, an H200 with 9.19). Transformations,
+    dtypes and errors are those of :func:`jax_cudnn.matmul`.
 
     Args:
       a: (..., m, r).

@@ -84,7 +84,7 @@ def matmul(
     runs XLA's kernels, which convert them in the kernel as well, until
     :func:`jax_cudnn.plans.autotune` has measured a plan of cuDNN's to be faster.
     cuDNN's first plan mostly is not (H200, cuDNN 9.19;
-    docs/benchmarks/where_to_fuse.md).
+    docs/internals/measured/where_to_fuse.md).
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's kernels,
     for the operands whose gradient is asked for. Forward mode and higher orders run the

@@ -53,8 +53,9 @@ def kept(
 
     Args:
       rate: the share that is dropped, a multiple of 2^-16.
-      seed: i32 (1, 1, 1, 1).
-      offset: i32 (b, h, 1, 1), multiples of 4.
+      seed: i32 (b or 1, 1, 1, 1).
+      offset: i32 (b or 1, h or 1, 1, 1), multiples of 4. It broadcasts with the seed,
+        and so does the result where these are 1.
       shape: s and t, of all queries and keys.
       rows: the queries to return, i32; None for all.
     """
@@ -134,7 +135,7 @@ def _answers(
     from 0 to 7. It is computed once: a consumer would compute all rounds for each of
     the 32 positions that a counter serves.
     """
-    b, h = offset.shape[:2]
+    b, h = jnp.broadcast_shapes(seed.shape, offset.shape)[:2]
     tile = tile[None, None, :, :, None]
     steps = jnp.reshape(step, (1, 1, 1, -1, step.shape[-1]))
     counter = _bits(offset >> 2)[..., None] + steps

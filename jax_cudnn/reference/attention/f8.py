@@ -13,7 +13,8 @@ import numpy as np
 
 from jax_cudnn.graph.attention.sdpa import SdpaAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
-from jax_cudnn.reference.attention.sdpa import grouped_einsum, logits, weights_of
+from jax_cudnn.reference.attention.sdpa import grouped_einsum, logits
+from jax_cudnn.reference.attention.softmax import weights_of
 from jax_cudnn.reference.dtypes import jax_dtype, saturated
 
 Operands = Mapping[str, jax.Array]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes attention whose queries, keys and values are one array.
+"""Computes attention and its gradient; queries, keys and values may be one array.
 
 It equals attention over the parts (graph/attention/qkv.py), whose gradients are written
 side by side.
@@ -20,7 +20,7 @@ Operands = Mapping[str, jax.Array]
 def forward(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
-    """Return output and log-sum-exp."""
+    """Return the results of `sdpa.forward`."""
     divided = _divided(inputs, outputs["output"].dims[1])
     return sdpa.forward(attributes, divided, outputs)
 
@@ -28,9 +28,11 @@ def forward(
 def backward(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
-    """Return the gradients, those of queries, keys and values as one array."""
+    """Return the gradients of `sdpa.backward`, for one array as one array."""
     divided = _divided(inputs, inputs["output"].shape[1])
     found = sdpa.backward(attributes, divided, outputs)
+    if "qkv" not in inputs:
+        return found
     b, _, heads, s, d = inputs["qkv"].shape
     parts = [
         jnp.reshape(found.pop(f"grad_{role}"), (b, -1, heads, s, d))
@@ -42,7 +44,8 @@ def backward(
 def _divided(inputs: Operands, query_heads: int) -> dict[str, jax.Array]:
     """Return the operands with (b, h, s, d) for each part in place of qkv."""
     given = dict(inputs)
-    qkv = given.pop("qkv")
+    if (qkv := given.pop("qkv", None)) is None:
+        return given
     b, _, heads, s, d = qkv.shape
     for role, (first, count, _) in parts_of(qkv.shape, query_heads).items():
         part = jax.lax.slice_in_dim(qkv, first, first + count, axis=PARTS)

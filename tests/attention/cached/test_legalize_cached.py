@@ -8,6 +8,7 @@ it likes. Both are in f32; the refusal of f32 is switched off for this.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.graph.attention.cached import room
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.attention import cached as rules
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.cached import cached_graph
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -34,7 +35,7 @@ def _run(legal: Legal, operands: list[Any]) -> tuple[Any, ...]:
     assert all(tensor.order[-1] == 3 for tensor in graph.tensors)
     attributes: Any = graph.nodes[0].attributes
     assert attributes.scale > 0
-    changed = legal.before(operands)
+    changed = jax.jit(legal.before)(operands)
     by_name = dict(zip(graph.inputs, changed, strict=True))
     tensors = {tensor.name: tensor for tensor in graph.tensors}
     for tensor, x in zip(graph.input_tensors, changed, strict=True):
@@ -51,7 +52,8 @@ def _run(legal: Legal, operands: list[Any]) -> tuple[Any, ...]:
     order = tensors["output"].order
     rows = jnp.transpose(is_dead, order)
     made["output"] = jnp.where(rows, jnp.nan, made["output"])
-    return legal.after(operands, [made[name] for name in graph.outputs])
+    results = [made[name] for name in graph.outputs]
+    return jax.jit(legal.after)(operands, results)
 
 
 @pytest.fixture

@@ -564,4 +564,5 @@ def test_a_call_is_one_kernel(page: int, s: int) -> None:
     )
     drawn = draw(problem)
     (call,) = jax_cudnn.plans.inspect(lambda q: drawn.call(query=q), drawn.query).calls
-    assert call.op == ("sdpa_paged" if page else "sdpa_cached")
+    assert call.op == "sdpa_cached"
+    assert ("page_table" in call.part.inputs) == bool(page)

@@ -10,9 +10,9 @@ import pytest
 
 from jax_cudnn.graph import Target, from_json, to_json
 from jax_cudnn.legalize import legalize
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.f8_graphs import f8_graph
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate, evaluate_legal
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -55,7 +55,7 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
     assert attributes.scale > 0
     operands = draw_arrays(graph, seed=4)
     want = evaluate(graph, operands)
-    got = legal.run(lambda xs: evaluate(legal.graph, xs), operands)
+    got = evaluate_legal(legal, operands)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import plans, sdpa
-from tests.attention.shared.dropout import dropped_attention
+from tests.attention.shared.dense import dense_attention, with_gradients
 from tests.common.gpu.numerics import sinks_noise
 
 pytestmark = pytest.mark.gpu
@@ -143,12 +143,14 @@ def test_results_and_gradients_match_float64(name, rate):
     is_kept = np.moveaxis(np.asarray(kept(*zeros, shown)) != 0, 1, 2)
     applied = round(rate * 2**16) / 2**16
     given = dict(zip(names, (np.asarray(x, np.float64) for x in operands), strict=True))
-    truth = dropped_attention(
-        {**given, "grad_output": np.asarray(pull, np.float64)},
-        is_kept / (1 - applied),
-        seen,
-        d**-0.5,
-    )
+    factors = is_kept / (1 - applied)
+    with jax.enable_x64(True):
+        pulls = jnp.asarray(pull, jnp.float64), jnp.zeros((b, s, h))
+        (output, residual), slopes = with_gradients(
+            lambda x: dense_attention(**x, seen=seen, factors=factors), given, pulls
+        )
+    truth = {"output": np.asarray(output), "residual": np.asarray(residual)}
+    truth |= {name: np.asarray(slope) for name, slope in slopes.items()}
     found, beside = results("cudnn", *operands), results("xla", *operands)
     for role, x, y in zip(["output", *names], found, beside, strict=True):
         z = truth[role]

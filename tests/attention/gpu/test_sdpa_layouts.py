@@ -20,6 +20,7 @@ _OPTIONS = {
     "causal": {"is_causal": True},
     "window": {"is_causal": True, "local_window_size": (37, 0)},
     "lengths": {"key_value_seq_lengths": np.array([256, 77, 1])},
+    "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(5)},
     "mask": {"mask": np.random.default_rng(1).random((_B, 1, _S, _S)) < 0.8},
 }
 _QKV = {

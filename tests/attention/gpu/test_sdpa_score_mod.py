@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import score_mods, sdpa
+from tests.attention.shared.dense import at_places, dense_attention
 from tests.common.gpu.versions import needs_cudnn
 
 pytestmark = pytest.mark.gpu
@@ -62,17 +63,6 @@ _FUNCTIONS = {
 }
 
 
-def _dense(function, q, k, v, c, bias, seen):
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    scores = jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(q.shape[3])
-    places = jnp.meshgrid(*map(jnp.arange, scores.shape), indexing="ij", sparse=True)
-    scores = function(c)(scores, *places)
-    scores = scores if bias is None else scores + bias
-    scores = jnp.where(seen, scores, -jnp.inf)
-    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, axis=-1), v)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("size", _SIZES)
 @pytest.mark.parametrize("name", _FUNCTIONS)
@@ -104,7 +94,8 @@ def test_results_and_gradients_match_float64(name, size, dtype, record_property)
         )
 
     def truth(q, k, v, c, bias=None):
-        return _dense(function, q, k, v, c, bias, seen)
+        modify = at_places(function(c))
+        return dense_attention(q, k, v, seen=seen, bias=bias, score_mod=modify)[0]
 
     def results(function, *operands):
         def loss(*operands):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import sdpa
-from tests.attention.shared.sinks import dense_with_sinks
+from tests.attention.shared.dense import dense_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,9 @@ def test_results_and_gradients_match_float64(name, dtype, record_property):
             implementation=implementation,
         )
 
+    def truth(q, k, v, sinks, bias=None):
+        return dense_attention(q, k, v, sinks=sinks, bias=bias, seen=seen)[0]
+
     def results(function, *operands):
         def loss(*operands):
             output = function(*operands)
@@ -72,9 +75,9 @@ def test_results_and_gradients_match_float64(name, dtype, record_property):
     )
     with jax.enable_x64(True):
         wide = [x.astype(jnp.float64) for x in operands]
-        truth = results(lambda *x: dense_with_sinks(*x, seen=seen)[0], *wide)
+        want = results(truth, *wide)
     names = ("output", "query", "key", "value", "sinks", "bias")
-    for role, x, y, z in zip(names, found, beside, truth, strict=False):
+    for role, x, y, z in zip(names, found, beside, want, strict=False):
         z = np.asarray(z)
         scale = np.abs(z).max()
         errors = [

@@ -25,6 +25,11 @@ _QKV: dict[str, dict[str, Any]] = {
     "window": {"layout": "bsh3d", "local_window_size": (20, 0)},
     "lengths": {"layout": "sb3hd", "key_value_seq_lengths": jnp.array([50, 77])},
     "bias": {"layout": "bs3hd", "bias": jnp.zeros((2, 6, 77, 77), jnp.bfloat16)},
+    "dropout": {
+        "layout": "bs3hd",
+        "dropout_rate": 0.5,
+        "dropout_key": jax.random.key(3),
+    },
     "head_24": {"layout": "bsh3d", "sizes": {"d": 24}},
     "head_128": {"layout": "bsh3d", "sizes": {"d": 128}},
 }

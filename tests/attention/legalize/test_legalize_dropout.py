@@ -26,12 +26,12 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.attention.dropout import numbered
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
 from tests.attention.shared.oracle import SIZES, shape_of
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 from tests.products.shared.fused import graphs
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -113,11 +113,10 @@ def _operands(graph: Graph) -> list[jax.Array]:
 def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
     assert from_json(to_json(legal.graph)) == legal.graph
     assert legal.graph.nodes[0].kind in ("sdpa", "sdpa_backward")
-    changed = legal.before(operands)
+    changed = jax.jit(legal.before)(operands)
     for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
         assert x.shape == tensor.stored_shape, tensor
-    with jax.disable_jit():
-        return legal.after(operands, flash(legal.graph, changed))
+    return jax.jit(legal.after)(operands, flash(legal.graph, changed))
 
 
 def _backward(graph: Graph, operands: list[jax.Array], outputs: Any) -> tuple[Any, Any]:

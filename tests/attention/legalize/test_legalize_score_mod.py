@@ -21,10 +21,10 @@ from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.flash import flash
 from tests.attention.shared.oracle import attention_graph, shape_of
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -100,11 +100,10 @@ def with_steps(graph: Graph, steps: tuple[str, ...], axes: tuple[str, ...]) -> G
 
 def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
     assert from_json(to_json(legal.graph)) == legal.graph
-    changed = legal.before(operands)
+    changed = jax.jit(legal.before)(operands)
     for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
         assert x.shape == tensor.stored_shape, tensor
-    with jax.disable_jit():
-        return legal.after(operands, flash(legal.graph, changed))
+    return jax.jit(legal.after)(operands, flash(legal.graph, changed))
 
 
 def _assert_close(graph: Graph, got: Any, want: Any) -> None:

@@ -27,11 +27,11 @@ from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.policy import ranked
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
 from tests.attention.shared.oracle import attention_graph, backward_graph
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -70,15 +70,13 @@ def _check_form(graph: Graph) -> None:
 
 def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
     _check_form(legal.graph)
-    changed = legal.before(operands)
+    changed = jax.jit(legal.before)(operands)
     for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
         assert x.shape == tensor.stored_shape, tensor
         # A key is hidden by -inf, but never all keys of a row: cuDNN would get 0/0.
         worst = np.max(x, axis=-1) if tensor.name == "bias" else x
         assert np.isfinite(worst).all(), tensor
-    # Loops of the array work run in Python, compiled once for each case otherwise.
-    with jax.disable_jit():
-        return legal.after(operands, flash(legal.graph, changed))
+    return jax.jit(legal.after)(operands, flash(legal.graph, changed))
 
 
 def _assert_close(graph: Graph, got: Any, want: Any) -> None:

@@ -24,7 +24,6 @@ from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.attention import far_rows
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from jax_cudnn.reference import evaluate
 from tests.attention.shared.flash import flash
 from tests.attention.shared.oracle import (
     attention_graph,
@@ -34,6 +33,7 @@ from tests.attention.shared.oracle import (
     shape_of,
     to_logical,
 )
+from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 

@@ -30,7 +30,7 @@ def dense_attention(
     key: Any,
     value: Any,
     *,
-    seen: np.ndarray,
+    seen: Any,
     bias: Any = None,
     sinks: Any = None,
     score_mod: Any = None,
@@ -40,8 +40,9 @@ def dense_attention(
 ) -> tuple[jax.Array, ...]:
     """Return output (b, s, h, e) and log-sum-exp (b, s, h), and the maximum likewise.
 
-    ``seen`` is (b, h, s, t). ``score_mod`` is a function of all scores, with the axes
-    (b, h, s, t), and ``factors`` are those that weights have after the softmax.
+    ``seen`` broadcasts to (b, h, s, t). ``score_mod`` is a function of all scores, with
+    the axes (b, h, s, t), and ``factors`` are those that weights have after the
+    softmax.
     """
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     group = q.shape[1] // k.shape[1]
@@ -53,7 +54,8 @@ def dense_attention(
     if bias is not None:
         scores = scores + jnp.asarray(bias, scores.dtype)
     # Hidden scores count nothing; with this their slopes are 0 as well.
-    scores = jnp.where(seen & (scores > -jnp.inf), scores, -jnp.inf)
+    seen = jnp.broadcast_to(seen, scores.shape)
+    scores = jnp.where(seen & (scores != -jnp.inf), scores, -jnp.inf)
     columns, largest = scores, jnp.max(scores, axis=3, initial=-jnp.inf)
     if sinks is not None:
         column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
@@ -70,6 +72,16 @@ def dense_attention(
     lse = jnp.where(is_dead, -jnp.inf, top + jnp.log(total))[..., 0]
     results = (output, lse, largest) if with_max else (output, lse)
     return tuple(jnp.swapaxes(x, 1, 2) for x in results)
+
+
+def at_places(modify: Callable[..., Any]) -> Callable[[jax.Array], jax.Array]:
+    """Return a function of all scores, given one of scores, b, h, s and t."""
+
+    def of_all(scores: jax.Array) -> jax.Array:
+        axes = map(jnp.arange, scores.shape)
+        return modify(scores, *jnp.meshgrid(*axes, indexing="ij", sparse=True))
+
+    return of_all
 
 
 def with_gradients(

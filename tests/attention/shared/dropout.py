@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout's numbers, and attention with a given mask of kept weights, in NumPy.
+"""Dropout's numbers in NumPy.
 
 Written from the docstring of reference/attention/dropout.py, position by position;
 shares no code with the package.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -43,54 +42,3 @@ def numpy_kept(
     b, h = offsets.shape[:2]
     numbers = [numpy_numbers(seed, int(x), s, t) for x in offsets.ravel()]
     return np.reshape(numbers, (b, h, s, t)) < round((1 - rate) * 2**16)
-
-
-def dropped_attention(
-    given: Mapping[str, Any], factors: np.ndarray, sees: np.ndarray, scale: float
-) -> dict[str, np.ndarray]:
-    """Return the results and gradients of attention, dense and in float64.
-
-    Operands (b, s, h, d) by argument, with ``grad_output``; weights are multiplied by
-    ``factors`` (b, h, s, t) after the softmax, and ``sees`` says which keys a query
-    sees: each at least one.
-    """
-    query, key, value, pull = (
-        np.swapaxes(np.asarray(given[name], np.float64), 1, 2)
-        for name in ("query", "key", "value", "grad_output")
-    )
-    group = query.shape[1] // key.shape[1]
-    keys, values = (np.repeat(x, group, axis=1) for x in (key, value))
-    scores = scale * query @ np.swapaxes(keys, 2, 3)
-    if "bias" in given:
-        scores = scores + np.asarray(given["bias"], np.float64)
-    scores = np.where(sees, scores, -np.inf)
-    top = scores.max(-1, keepdims=True)
-    weights, extra = np.exp(scores - top), 0.0
-    if "sinks" in given:
-        sinks = np.asarray(given["sinks"], np.float64).reshape(1, -1, 1, 1)
-        extra = np.exp(sinks - top)
-    total = weights.sum(-1, keepdims=True) + extra
-    p = weights / total
-    dropped = p * factors
-    slopes = factors * (pull @ np.swapaxes(values, 2, 3))
-    mean = (p * slopes).sum(-1, keepdims=True)
-    slopes = p * (slopes - mean)
-
-    def summed(x: np.ndarray) -> np.ndarray:
-        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
-
-    found = {
-        "output": dropped @ values,
-        "query": scale * slopes @ keys,
-        "key": scale * summed(np.swapaxes(slopes, 2, 3) @ query),
-        "value": summed(np.swapaxes(dropped, 2, 3) @ pull),
-    }
-    found = {name: np.swapaxes(x, 1, 2) for name, x in found.items()}
-    found["residual"] = np.swapaxes((top + np.log(total))[..., 0], 1, 2)
-    if "bias" in given:
-        shape = np.shape(given["bias"])
-        axes = tuple(i for i, n in enumerate(shape) if n == 1)
-        found["bias"] = slopes.sum(axes, keepdims=True)
-    if "sinks" in given:
-        found["sinks"] = -(extra / total * mean).sum((0, 2, 3))
-    return found

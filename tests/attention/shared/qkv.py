@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_cudnn.graph import Graph, SdpaAttributes, Tensor, sdpa_qkv_graph
+from jax_cudnn.graph import Graph, SdpaAttributes, Tensor, sdpa_graph
 
 # Each layout of qkv_sdpa, with an example of a shape: distinct sizes, none is 1.
 SIZES = {"b": 2, "s": 5, "h": 4, "d": 6, "3": 3}
@@ -84,7 +84,7 @@ def graph_of(
     if extra:
         kind, shape = others[extra]
         inputs[extra] = Tensor(name=extra, dtype=kind, dims=shape, order=(0, 1, 2, 3))
-    return sdpa_qkv_graph(
+    return sdpa_graph(
         inputs,
         attributes=SdpaAttributes(scale=0.375, is_causal=extra != "mask"),
         query_heads=query_heads,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small attention, as a call and as in the textbook, for tests of transformations."""
+"""Small attention, as a call and by its definition, for tests of transformations."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn import sdpa
+from tests.attention.shared.dense import dense_attention
 from tests.conftest import Draw
 from tests.products.shared.fused import graphs
 
@@ -29,16 +29,11 @@ def attend(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sdpa(*operands, is_causal=True, return_residual=True)
 
 
-def textbook(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention as in the textbook, causal, with its log-sum-exp."""
+def textbook(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Attention by its definition, causal, with its log-sum-exp."""
     query, key, value, bias = operands
-    group = query.shape[2] // key.shape[2]
-    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
-    scores = jnp.einsum("bshd,bthd->bhst", query, key) / math.sqrt(query.shape[3])
-    seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
-    scores = jnp.where(seen, scores + bias, -jnp.inf)
-    output = jnp.einsum("bhst,bthe->bshe", jax.nn.softmax(scores), value)
-    return output, jnp.swapaxes(jax.nn.logsumexp(scores, axis=-1), 1, 2)
+    seen = np.tri(query.shape[1], key.shape[1], dtype=bool)
+    return dense_attention(query, key, value, seen=seen, bias=bias)
 
 
 def attention_loss(function: Callable[..., Any], *operands: jax.Array) -> jax.Array:

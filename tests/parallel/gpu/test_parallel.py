@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn
 from jax_cudnn import masks, parallel, plans, score_mods
+from jax_cudnn.parallel.order import natural, ordered
 from tests.common.gpu.numerics import BOUND, judge, sinks_noise, to_f32
 from tests.common.gpu.versions import needs_cudnn
 
@@ -66,13 +67,11 @@ def _on_one(*operands, implementation="cudnn", **options):
 
 def _on_two(*operands, order="contiguous", method="ring", **options):
     """Return attention on two GPUs, of operands in the sequence's order."""
-    is_zigzag = order == "zigzag"
     *tokens, bias = (*operands, None)[:4]
-    if is_zigzag:
-        tokens = [parallel.to_zigzag(x, 2) for x in tokens]
-        for axis in () if bias is None else (2, 3):
-            if bias.shape[axis] != 1:
-                bias = parallel.to_zigzag(bias, 2, axis)
+    tokens = [ordered(x, 2, order) for x in tokens]
+    for axis in () if bias is None else (2, 3):
+        if bias.shape[axis] != 1:
+            bias = ordered(bias, 2, order, axis)
     results = parallel.sharded_sdpa(
         *tokens,
         bias,
@@ -84,20 +83,28 @@ def _on_two(*operands, order="contiguous", method="ring", **options):
         return_residual=True,
         **options,
     )
-    return tuple(parallel.from_zigzag(x, 2) if is_zigzag else x for x in results)
+    return tuple(natural(x, 2, order) for x in results)
 
 
 _CASES = {
     "whole": {},
     "causal": {"is_causal": True},
     "zigzag": {"is_causal": True, "order": "zigzag"},
+    "striped": {"is_causal": True, "order": "striped"},
     "window": {"is_causal": True, "local_window_size": (100, 0)},
     "both_sides": {"local_window_size": (300, 40)},
 }
 
 
-@pytest.mark.parametrize("method", _METHODS)
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        (case, method)
+        for case in _CASES
+        for method in _METHODS
+        if (case, method) != ("striped", "all_gather")
+    ],
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_and_gradients_are_as_exact_as_on_one_gpu(case, method, dtype):
     options = dict(_CASES[case])
@@ -241,6 +248,25 @@ def test_masks_in_zigzag_order(name, method):
     options = {"mask": _MASKS[name], "order": "zigzag", "method": method}
     got = _with_gradients(functools.partial(_on_two, **options), operands, cotangents)
     _judge(got, operands, cotangents, {"mask": _MASKS[name]})
+
+
+_DOCUMENTS = {
+    "causal": ({"is_causal": True}, _OFFSETS),
+    "odd": ({"is_causal": True}, (0, 1, 2, 131, 388, 509)),
+    "window": ({"is_causal": True, "local_window_size": (60, 0)}, _OFFSETS),
+    "whole": ({}, _OFFSETS),
+}
+
+
+@pytest.mark.parametrize("name", _DOCUMENTS)
+def test_documents_in_striped_order(name):
+    options, offsets = _DOCUMENTS[name]
+    options = {**options, "mask": masks.Packed(np.array(offsets))}
+    operands, cotangents = _operands()
+    got = _with_gradients(
+        functools.partial(_on_two, order="striped", **options), operands, cotangents
+    )
+    _judge(got, operands, cotangents, options)
 
 
 @pytest.mark.parametrize("method", _METHODS)

@@ -25,13 +25,15 @@ _BIAS = jax.ShapeDtypeStruct((1, 8, 1024, 1024), jnp.bfloat16)
     [
         # The diagonal, and two programs in each of three steps.
         ({"order": "zigzag", "is_causal": True}, False, 7),
+        # The same: earlier devices' keys as on the diagonal, later ones' a token later.
+        ({"order": "striped", "is_causal": True}, False, 7),
         # The diagonal, the neighbour's last keys, and the corner before these.
         ({"local_window_size": (300, 0), "is_causal": True}, False, 3),
         ({"method": "all_gather", "is_causal": True}, False, 4),
         ({"method": "all_to_all", "is_causal": True}, False, 1),
         ({"is_causal": True}, True, 4),
     ],
-    ids=["zigzag", "window", "all_gather", "all_to_all", "bias"],
+    ids=["zigzag", "striped", "window", "all_gather", "all_to_all", "bias"],
 )
 def test_cudnn_plans_each_block_and_its_gradient(
     options: dict[str, Any], has_bias: bool, calls: int, device: str
@@ -65,6 +67,10 @@ _FEATURES = {
     "packed_zigzag": {
         "mask": masks.Packed(_OFFSETS) & masks.Causal(),
         "order": "zigzag",
+    },
+    "packed_striped": {
+        "mask": masks.Packed(_OFFSETS) & masks.Causal(),
+        "order": "striped",
     },
     "packed_window": {"mask": masks.Packed(_OFFSETS) & masks.Window(300, 0)},
     "packed_ends": {
@@ -108,6 +114,6 @@ def test_cudnn_plans_blocks_with_masks_scores_and_dropout(
         # Raises where cuDNN has no plan.
         lowered = gradient.trace(_QUERY, _KEY, _KEY).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    if name.startswith("packed_zigzag") and device != "A100":
+    if name in ("packed_zigzag", "packed_striped") and device != "A100":
         # Also beside causality, sequences of the device's own tokens are packed.
         assert "query_offsets" in text

@@ -17,9 +17,9 @@ from jax_cudnn.errors import GraphError
 from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.ops.products.f8_blocks import in_blocks
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.common.devices import collectives, mesh_of, placed
+from tests.common.evaluating import evaluate
 from tests.common.legal_ways import run_way
 from tests.products.shared.block_scaled import FORMATS, block_graph, rounded, truth
 from tests.products.shared.f8_dense import ULP, close, normal

@@ -16,8 +16,8 @@ from jax.test_util import check_grads
 import jax_cudnn
 from jax_cudnn import causal_conv1d
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.reference import evaluate
 from tests.common.devices import Spec, mesh_of, placed
+from tests.common.evaluating import evaluate
 from tests.conftest import Draw
 from tests.products.shared.causal import dense
 

@@ -18,8 +18,8 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.products.causal_conv1d import CONVOLUTION, FUNCTION
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.policy import ranked
-from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
+from tests.common.evaluating import evaluate
 from tests.common.legal_ways import check_form, run_way
 
 pytestmark = pytest.mark.once

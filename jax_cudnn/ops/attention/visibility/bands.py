@@ -97,3 +97,8 @@ def is_empty(left: Any, right: Any) -> bool:
         return False
     width = left + right
     return isinstance(width, int) and width < 0
+
+
+def least(bounds: Sequence[int | None]) -> int | None:
+    """Return the least of several bounds; None for no bound."""
+    return min((bound for bound in bounds if bound is not None), default=None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import (
     Any,
@@ -27,30 +27,27 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_cudnn.ops.attention.visibility.arrays import (
+    at_ends,
+    blocks,
+    bools,
+    cache_ends,
+    combined,
+    prefix,
+    scores_like,
+    segments,
+    shortest,
+    shown,
+)
 from jax_cudnn.ops.attention.visibility.bands import (
     NO_BOUND,
     Bounds,
     as_bound,
     closed,
     is_empty,
+    least,
 )
-from jax_cudnn.ops.attention.visibility.sentences import (
-    InBand,
-    InBlocks,
-    InPrefix,
-    Overrun,
-    SameSegment,
-    Sentence,
-    Tokens,
-)
-from jax_cudnn.ops.common.arguments import (
-    as_operand,
-    check_integers,
-    clipped,
-    describe,
-    in_front,
-)
-from jax_cudnn.reference.attention.sequences import FARTHEST, farthest
+from jax_cudnn.ops.attention.visibility.sentences import Overrun, Sentence, Tokens
 
 Alignment = Literal["top-left", "bottom-right", "cache"]
 
@@ -107,8 +104,8 @@ class Mask:
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         values = ((field, getattr(self, field.name)) for field in fields)
-        shown = (
-            f"{field.name}={_shown(value)}"
+        texts = (
+            f"{field.name}={shown(value)}"
             for field, value in values
             if (
                 value is not None
@@ -116,7 +113,7 @@ class Mask:
                 else value != field.default
             )
         )
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def arguments(self, query_length: int, key_length: int) -> dict[str, Any]:
         """Return the arguments of :func:`jax_cudnn.sdpa` that mean the same.
@@ -143,6 +140,11 @@ class Mask:
     def _parts(self) -> Iterator[Mask]:
         yield self
 
+    def _sentence(self, s: int, t: int) -> Sentence | None:
+        """Return what no argument stands for, for s queries and t keys."""
+        del s, t
+        return None
+
 
 @dataclass_transform(frozen_default=True)
 def mask_class(cls: _Class) -> _Class:
@@ -155,12 +157,6 @@ def mask_class(cls: _Class) -> _Class:
         meta_fields=[name for name in names if name not in cls._arrays],
     )
     return made
-
-
-def _shown(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return describe(value)
-    return repr(value)
 
 
 @mask_class
@@ -250,6 +246,9 @@ class Segments(Mask):
     query: ArrayLike
     key: ArrayLike | None = None
 
+    def _sentence(self, s: int, t: int) -> Sentence:
+        return segments(self.query, self.key, s, t)
+
 
 @mask_class
 class Prefix(Mask):
@@ -262,6 +261,10 @@ class Prefix(Mask):
 
     _arrays = ("length",)
     length: ArrayLike
+
+    def _sentence(self, s: int, t: int) -> Sentence:
+        del s
+        return prefix(self.length, t)
 
 
 @mask_class
@@ -292,6 +295,9 @@ class Blocks(Mask):
     @property
     def _sizes(self) -> tuple[int, ...]:
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+
+    def _sentence(self, s: int, t: int) -> Sentence:
+        return blocks(self.table, self._sizes, s, t)
 
 
 @mask_class
@@ -359,7 +365,7 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     if "mask" in given:
         conditions.append(given["mask"])
     if conditions:
-        given["mask"] = _combined("masks", jnp.logical_and, conditions)
+        given["mask"] = combined("masks", jnp.logical_and, conditions)
     return given
 
 
@@ -382,7 +388,7 @@ def sorted_sentences(
     if packings or not lengths:
         # The caches are full, and sequences end with their last key.
         parts = [_with_full_caches(part) for part in parts]
-    at_ends = _bounds(parts, "cache", 0)
+    band_at_ends = _bounds(parts, "cache", 0)
     most = (s, t)
     if packings:
         given["packed"] = packings[0]
@@ -390,7 +396,7 @@ def sorted_sentences(
             given["is_bottom_right"] = True
         most = (s + t, s + t)
     band = _band(parts, *((0, 0) if packings else (s, t)))
-    if is_empty(*band) or is_empty(*at_ends):
+    if is_empty(*band) or is_empty(*band_at_ends):
         bands = [part for part in parts if isinstance(part, Causal | Window)]
         raise ValueError(
             f"sdpa: {' & '.join(map(repr, bands))} show no key to any of {s} queries "
@@ -401,44 +407,25 @@ def sorted_sentences(
     if band != (None, 0) and (window := closed(band, *most)):
         given["local_window_size"] = window
     given |= lengths
-    arrays = [_bools("Where.mask", x.mask) for x in parts if isinstance(x, Where)]
+    arrays = [bools("Where.mask", x.mask) for x in parts if isinstance(x, Where)]
     if arrays:
-        given["mask"] = _combined("masks", jnp.logical_and, arrays)
-    biases = [_scores_like("bias", x.bias) for x in parts if isinstance(x, Additive)]
+        given["mask"] = combined("masks", jnp.logical_and, arrays)
+    biases = [scores_like("bias", x.bias) for x in parts if isinstance(x, Additive)]
     if len(biases) == 1:
         given["bias"] = biases[0]
     elif biases:
         # Added in the dtype of the scores.
         is_double = any(x.dtype == jnp.float64 for x in biases)
         wide = jnp.float64 if is_double else jnp.float32
-        given["bias"] = _combined("biases", jnp.add, [x.astype(wide) for x in biases])
-    sentences = [
-        make(part, s, t)
-        for part in parts
-        if (make := _SENTENCES.get(type(part))) is not None
-    ]
-    if at_ends != (None, None):
-        ends = _ends(lengths, s, t)
-        if (at_end := _at_ends(at_ends, *ends, s, t)) is not None:
+        given["bias"] = combined("biases", jnp.add, [x.astype(wide) for x in biases])
+    sentences = [x for part in parts if (x := part._sentence(s, t)) is not None]
+    if band_at_ends != (None, None):
+        ends = cache_ends(lengths, s, t)
+        if (at_end := at_ends(band_at_ends, *ends, s, t)) is not None:
             sentences.append(at_end)
         if "key_value_seq_lengths" in lengths:
-            given["overrun"] = Overrun(*ends, *at_ends, most=s, room=t)
+            given["overrun"] = Overrun(*ends, *band_at_ends, most=s, room=t)
     return given, sentences
-
-
-def _combined(
-    name: str, combine: Callable[..., jax.Array], arrays: Sequence[jax.Array]
-) -> jax.Array:
-    """Return what arrays of several masks are together; refuse unlike shapes."""
-    try:
-        jnp.broadcast_shapes(*(x.shape for x in arrays))
-    except ValueError:
-        shown = ", ".join(map(describe, arrays))
-        raise ValueError(
-            f"sdpa: {name} that are given together are {shown}, which do not broadcast "
-            "to one another. Each axis must be 1 or the full size."
-        ) from None
-    return functools.reduce(combine, arrays)
 
 
 def refuse_mask_data(op: str, mask: object) -> None:
@@ -468,7 +455,7 @@ def _band(parts: Sequence[Mask], s: int, t: int) -> Bounds:
     """Return how far before and after its own number a query sees, at most."""
     bands = [_bounds(parts, "top-left", 0), _bounds(parts, "bottom-right", t - s)]
     lefts, rights = zip(*bands, strict=True)
-    return _least(lefts), _least(rights)
+    return least(lefts), least(rights)
 
 
 def _bounds(parts: Sequence[Mask], alignment: Alignment, offset: int) -> Bounds:
@@ -481,11 +468,7 @@ def _bounds(parts: Sequence[Mask], alignment: Alignment, offset: int) -> Bounds:
         left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
         lefts.append(None if left is None else left - offset)
         rights.append(None if right is None else right + offset)
-    return _least(lefts), _least(rights)
-
-
-def _least(bounds: Sequence[int | None]) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)
+    return least(lefts), least(rights)
 
 
 def _with_full_caches(part: Mask) -> Mask:
@@ -493,44 +476,6 @@ def _with_full_caches(part: Mask) -> Mask:
     if isinstance(part, Causal | Window) and part.alignment == "cache":
         return dataclasses.replace(part, alignment="bottom-right")
     return part
-
-
-def _ends(lengths: dict[str, jax.Array], s: int, t: int) -> tuple[jax.Array, jax.Array]:
-    """Return the numbers of keys and queries that caches end with, (b,) or (1,).
-
-    A sequence may have more tokens than there are keys: its true end counts.
-    """
-    limits = {"key_value_seq_lengths": (t, farthest(t)), "query_seq_lengths": (s, s)}
-    keys, queries = (
-        _clipped(name, lengths[name], most)
-        if name in lengths
-        else jnp.full((1,), size, jnp.int32)
-        for name, (size, most) in limits.items()
-    )
-    return keys, queries
-
-
-def _at_ends(
-    band: Bounds,
-    keys: jax.Array,
-    queries: jax.Array,
-    s: int,
-    t: int,
-) -> Sentence | None:
-    """Return a band around the ends of caches; None if it hides nothing."""
-    left, right = band
-    # The last query has no key after it. All that a query sees is in the cache, or else
-    # its results are NaN: so it is the last key or before it, but for a right bound
-    # below 0.
-    behind = 0 if right is None else max(-right, 0)
-    left = None if left is None or left >= t - 1 + behind else left
-    right = None if right is None or right >= s - 1 else right
-    if left is None and right is None:
-        return None
-    bounds = (
-        None if x is None else max(-FARTHEST, min(x, FARTHEST)) for x in (left, right)
-    )
-    return InBand(keys - queries, *bounds)
 
 
 def _lengths(parts: Sequence[Mask], s: int, t: int) -> dict[str, jax.Array]:
@@ -546,84 +491,5 @@ def _lengths(parts: Sequence[Mask], s: int, t: int) -> dict[str, jax.Array]:
             if isinstance(part, Lengths) and (x := getattr(part, field)) is not None
         ]
         if own:
-            found[name] = _shortest(name, own, size)
+            found[name] = shortest(name, own, size)
     return found
-
-
-def _shortest(name: str, lengths: Sequence[ArrayLike], size: int) -> jax.Array:
-    if len(lengths) == 1:
-        return as_operand("sdpa", name, lengths[0])
-    most = farthest(size)
-    return _combined(name, jnp.minimum, [_clipped(name, x, most) for x in lengths])
-
-
-def _clipped(name: str, lengths: ArrayLike, size: int) -> jax.Array:
-    return clipped(_integers(name, lengths), size)
-
-
-def _segments(part: Segments, s: int, t: int) -> Sentence:
-    query = _integers("Segments.query", part.query)
-    key = query if part.key is None else _integers("Segments.key", part.key)
-    for name, ids, size in (("query", query, s), ("key", key, t)):
-        if ids.ndim not in (1, 2) or ids.shape[-1] != size:
-            raise ValueError(
-                f"Segments: {name} is {describe(ids)}. It must have one number per "
-                f"{name}, shape [{size}] or [batch, {size}]."
-            )
-    return SameSegment(*(jnp.reshape(x, in_front(x.shape, 2)) for x in (query, key)))
-
-
-def _prefix(part: Prefix, s: int, t: int) -> Sentence:
-    del s
-    length = _integers("Prefix.length", part.length)
-    if length.ndim > 1:
-        raise ValueError(
-            f"Prefix: length is {describe(length)}. It must be one number, or one per "
-            "batch entry."
-        )
-    return InPrefix(jnp.reshape(clipped(length, t), (-1,)))
-
-
-def _blocks(part: Blocks, s: int, t: int) -> Sentence:
-    table = _bools("Blocks.table", part.table)
-    lengths = {2: s, 3: t}
-    sizes = dict(zip(lengths, part._sizes, strict=True))
-    for axis, length in lengths.items():
-        count = -(-length // sizes[axis])
-        if table.shape[axis] not in (1, count):
-            raise ValueError(
-                f"Blocks: table is {describe(table)}. Axis {axis} must be 1 or "
-                f"{count}, the blocks of {sizes[axis]} in {length}."
-            )
-    return InBlocks(table, part._sizes)
-
-
-_SENTENCES: dict[type, Callable[..., Sentence]] = {
-    Segments: _segments,
-    Prefix: _prefix,
-    Blocks: _blocks,
-}
-
-
-def _integers(name: str, x: ArrayLike) -> jax.Array:
-    return check_integers("sdpa", name, x)
-
-
-def _bools(name: str, x: ArrayLike) -> jax.Array:
-    array = _scores_like(name, x)
-    if array.dtype != jnp.bool_:
-        raise TypeError(
-            f"sdpa: {name} is {describe(array)}. It must be bool, True where a query "
-            "may see a key. Pass numbers that are added to the scores as Additive."
-        )
-    return array
-
-
-def _scores_like(name: str, x: ArrayLike) -> jax.Array:
-    array = as_operand("sdpa", name, x)
-    if array.ndim > 4:
-        raise ValueError(
-            f"sdpa: {name} is {describe(array)}, which does not broadcast to (batch, "
-            "heads, query length, key length)."
-        )
-    return jnp.reshape(array, in_front(array.shape, 4))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates graphs by the reference, each as one program.
+
+XLA compiles each operation that runs by itself: as one program, all of them together
+take a fraction of that time.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jax_cudnn import reference
+from jax_cudnn.legalize import Legal
+
+evaluate = jax.jit(
+    reference.evaluate,
+    static_argnums=0,
+    static_argnames=("narrow_sums", "precision", "exact_dtypes"),
+)
+
+
+def evaluate_legal(
+    legal: Legal,
+    operands: Sequence[jax.Array],
+    kernel: Callable[[Sequence[jax.Array]], Any] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Return what a rewritten graph gives, computed by the reference or a kernel."""
+    kernel = kernel or functools.partial(evaluate, legal.graph)
+    return jax.jit(functools.partial(legal.run, kernel))(operands)
