@@ -237,8 +237,8 @@ REPORTS = (
     ),
     Reported(
         report="jax 25461",
-        about="a filter of 30 x 30 over images of one channel",
-        images=(100, 530, 1430, 1),
+        about="a filter of 30 x 30 over images of one channel; 4 of the 100 images",
+        images=(4, 530, 1430, 1),
         outer=1,
         window=30,
         is_first=True,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the convolutions that users of JAX reported as slow, on one GPU.
 
-    python -m benchmarks.conv_reports --out docs/benchmarks
+    python -m benchmarks.conv_reports --out docs/internals/measured
 
 writes conv_reports.json and conv_reports.md there: forward and with all gradients,
 beside plain JAX, and PyTorch as it is and compiled. See contest.py for how contenders
@@ -16,7 +16,7 @@ from benchmarks.conv_report_cells import REPORTS, cells
 
 _REPORT = Report(
     name="conv_reports",
-    command="python -m benchmarks.conv_reports --out docs/benchmarks",
+    command="python -m benchmarks.conv_reports --out docs/internals/measured",
     title="Convolutions that were reported as slow",
     comment="Convolutions of issues about JAX, beside plain JAX and PyTorch.",
     about=(

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _H100 = Target(name="NVIDIA H100", sm_version=90, sm_count=132, cudnn_version=91900)
 _ROOT = Path(__file__).parents[2]
+_H200 = dataclasses.replace(_H100, name="NVIDIA H200", cudnn_version=92801)
 _A100 = dataclasses.replace(_H100, name="NVIDIA A100", sm_version=80)
 _NEWER = dataclasses.replace(_H100, cudnn_version=92000)
 _FLIPPED = "the filters are flipped: the gradient is a convolution to cuDNN"
@@ -275,21 +276,48 @@ def test_other_engines_are_left_to_xla(name: str, kind: str, fast: list[int]) ->
     assert [e for e in range(80) if not first.is_slow_by(e)] == fast
 
 
-def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "target", "fewest", "kept", "lost"),
+    [
+        # Without an engine of its own for f32, another kernel takes 1.25 of XLA's time.
+        ("depthwise", _H100, 100, [("conv_wgrad, filters [3,3,1,192]", "f32", 61)], []),
+        # Kernels most like these decide, which take 30 us or have other windows.
+        (
+            "depthwise_9.28",
+            _H200,
+            60,
+            [("conv_dgrad", "bf16", 5)] * 2,
+            [("conv_dgrad, steps of 2", 6)],
+        ),
+    ],
+)
+def test_auto_goes_by_what_was_measured(
+    file: str,
+    target: Target,
+    fewest: int,
+    kept: list[tuple[str, str, int]],
+    lost: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In each row of the table whose first way is clearly faster or slower."""
     # Last on the path, so that the package is the installed one.
     monkeypatch.setattr(sys, "path", [*sys.path, str(_ROOT)])
     from benchmarks import depthwise
     from benchmarks.conv_ways import named_op
 
-    data = json.loads((_ROOT / "docs/internals/measured/depthwise.json").read_text())
+    file_of_rows = _ROOT / f"docs/internals/measured/{file}.json"
+    data = json.loads(file_of_rows.read_text())
     rows = {(row["op"], row["operands"]): row for row in data["rows"]}
-    assert data["environment"]["cuDNN"].startswith("9.19")
+    assert data["environment"]["cuDNN"].startswith(
+        f"9.{target.cudnn_version // 100 % 100}."
+    )
     left, slow, judged = [], [], 0
     for cell in depthwise.cells(small=False):
         for part in cell.parts():
-            row = rows[named_op(part), operand_text(part)]
-            first = ranked(part, _H100)[0]
+            row = rows.get((named_op(part), operand_text(part)))
+            if row is None:
+                continue
+            first = ranked(part, target)[0]
             name = f"{depthwise.way_of(first.legal, first.legal)}, first"
             engine, us = row["engines"][name], row["us"]
             ratio = us[name] / us["XLA"]
@@ -297,12 +325,11 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
             judged += 1
             if ratio < 0.8 and not is_cudnns:
                 left.append((row["op"], row["operands"].split("[")[0], engine))
-            if ratio > 1.2 and is_cudnns:
+            if ratio > 1.2 and is_cudnns and us[name] > 60:
                 slow.append((row["op"], engine))
-    assert judged > 100
-    assert not slow
-    # Without an engine of its own for f32, another kernel takes 1.25 of XLA's time.
-    assert left == [("conv_wgrad, filters [3,3,1,192]", "f32", 61)]
+    assert judged > fewest
+    assert slow == lost
+    assert left == kept
 
 
 @pytest.mark.parametrize("target", [None, _H100, _NEWER])

@@ -76,7 +76,7 @@ def is_unlike_all(part: Graph) -> bool:
 
     Measured ones have steps of 1 or 2, no holes and no zeros between elements of x. For
     gradients with these, XLA's code took up to 150 times as long as PyTorch
-    (docs/benchmarks/conv_reports.md).
+    (docs/internals/measured/conv_reports.md).
     """
     node = _contraction(part)
     if node is None or node.kind not in TRIPLES:
