@@ -94,6 +94,8 @@ class Cell:
       has_gradients: whether they are a workload as well.
       has_products: whether XLA chooses among kernels for it, which it times while it
         compiles: nothing else runs meanwhile.
+      bounds: the largest relative errors of results and gradients of what is ours.
+        Default: `OWN_BOUNDS`.
       goals: for a direction, what a contender may take at most, relative to the best
         rival. Default: `GOALS`.
     """
@@ -109,6 +111,7 @@ class Cell:
     truth: Function | None = None
     has_gradients: bool = True
     has_products: bool = False
+    bounds: tuple[float, float] | None = None
     goals: Mapping[str, Mapping[str, float]] = dataclasses.field(
         default_factory=lambda: {}
     )
@@ -313,10 +316,10 @@ def _relative_errors(found: Sequence[Any], want: Sequence[Any]) -> list[jax.Arra
     ]
 
 
-def _check(name: str, made: _Made, want: _Pair) -> list[float]:
+def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
     """Return the largest relative errors of results and of gradients, if there are."""
     found = made.results()
-    bounds = OWN_BOUNDS if name in OURS else RIVALS_BOUNDS
+    bounds = (cell.bounds or OWN_BOUNDS) if name in OURS else RIVALS_BOUNDS
     errors: list[float] = []
     for what, arrays, truth, bound in zip(
         ("results", "gradients"), found, want, bounds, strict=True
@@ -443,7 +446,7 @@ def _timed(
         if isinstance(each, str):
             failures[name] = each
             continue
-        checked = _attempt(name, _check, name, each, want)
+        checked = _attempt(name, _check, cell, name, each, want)
         if isinstance(checked, str):
             failures[name] = checked
             continue

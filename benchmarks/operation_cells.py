@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks import tokamax_side
+from benchmarks import expert_cells, tokamax_side
 from benchmarks.contest import BOTH, FORWARD, XLA, Cell, Operand, Way
 from benchmarks.norms import channels_last, channels_second
 from benchmarks.torch_side import installed, torch
@@ -33,6 +33,7 @@ def cells(*, small: bool) -> list[Cell]:
         _grouped(*half, is_skewed=True),
         _grouped(*half[:1], half[1] * 2, half[2], half[3] // 2, is_skewed=True),
         _experts(rows, 8, width // 2, width // 2 * 3),
+        *expert_cells.cells(small=small, skewed=_skewed, truth=_grouped_truth),
         _gated_mlp(rows // 2, width, 7 * width // 2),
         _block(rows, width // 4, width),
         _reduced("largest of a row", rows * 4, max(8, width // 32), width * 2),

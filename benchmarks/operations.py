@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times pooling, softmax, grouped products and fused functions, on one GPU.
+"""Times pooling, softmax, mixtures of experts and fused functions, on one GPU.
 
     python -m benchmarks.operations --out docs/internals/measured
 
@@ -21,7 +21,10 @@ _REPORT = Report(
     about=(
         "All numbers are bf16. `xla` is what a user of plain JAX writes, and for",
         "softmax what jax_cudnn recommends. Groups of `ragged_dot` are of different",
-        "sizes. What begins with `fuse` is a function passed to `jax_cudnn.fuse`.",
+        "sizes. Beside products and layers in `f8` run those in bf16. Plain layers of",
+        "experts sort tokens and call `jax.lax.ragged_dot`; `dense one-hot` computes",
+        "all experts for all tokens. What begins with `fuse` is a function passed to",
+        "`jax_cudnn.fuse`.",
     ),
 )
 

@@ -37,7 +37,10 @@ from jax_cudnn import native, plans
 
 OURS, PLAIN = "jax_cudnn", "plain JAX"
 FORWARD, BOTH = "fwd", "fwd+bwd"
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+_KINDS = (
+    "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|"
+    "collective-permute"
+)
 # Bounds of the relative error between the contenders.
 # Both round to bf16, and XLA may keep the sums of a bias's gradient in bf16 too. A
 # wrong result, with a term or a sum over devices too few, is off by about 1.
@@ -181,7 +184,9 @@ def markdown(data: dict[str, Any]) -> str:
         "Programs under plain `jax.jit`, whose operands are split over all GPUs. Times "
         "are medians of alternating rounds in one run, with their range; the ratio is "
         "to plain JAX (`jax.nn.dot_product_attention` through cuDNN, `x @ w`, "
-        "`jax.lax.conv_general_dilated`) on the same shards, round by round. Errors "
+        "`jax.lax.conv_general_dilated`, and for experts a sort and "
+        "`jax.lax.ragged_dot` in a `shard_map` that gathers the weights) on the same "
+        "shards, round by round. Errors "
         "are relative norms of the difference from plain JAX, the largest of all "
         "results.",
         "",

@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn
+from benchmarks.expert_cells import plain_layer
+from jax_cudnn import moe
 
 Function = Callable[..., jax.Array]
 Spec = tuple[str | None, ...]
@@ -137,4 +139,40 @@ def cells(*, tiny: bool) -> Iterator[Cell]:
             shapes=((i, y, x, c), (3, 3, c, o), (o,)),
             specs=specs,
             cotangent=cotangent,
+        )
+    yield from _experts(tiny=tiny)
+
+
+def _experts(*, tiny: bool) -> Iterator[Cell]:
+    """Yield a layer whose devices share the experts, and one that has all on each."""
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+    tokens, width, hidden = (64, 16, 24) if tiny else (16384, 2048, 1024)
+    experts, top_k, rows = 8 if tiny else 64, 4, (AXIS,)
+    weights = (experts, width, hidden)
+
+    def ours(**axes: str) -> Function:
+        return lambda *x: moe.layer(*x, top_k=top_k, mesh=mesh, **axes)[0]
+
+    # A device's own tokens by all experts, whose weights are gathered if need be.
+    plain = jax.shard_map(
+        plain_layer(top_k),
+        mesh=mesh,
+        in_specs=(PartitionSpec(AXIS), *[PartitionSpec()] * 4),
+        out_specs=PartitionSpec(AXIS),
+    )
+    for split, axes, specs in (
+        ("experts", {"expert_axis": AXIS}, (rows, _ALL, rows, rows, rows)),
+        ("tokens of experts", {"batch_axis": AXIS}, (rows, _ALL, _ALL, _ALL, _ALL)),
+    ):
+        yield Cell(
+            name=f"moe {tokens} tokens, {top_k} of {experts}, {width}->{hidden}",
+            split=split,
+            ours=ours(**axes),
+            plain=plain,
+            shapes=(
+                *((tokens, width), (width, experts), weights, weights),
+                (experts, hidden, width),
+            ),
+            specs=specs,
+            cotangent=rows,
         )

@@ -18,7 +18,7 @@ add_library(readers STATIC
   ffi/keeping/plan_file.cc
   ffi/keeping/plan_store.cc
   ffi/plans/plan_record.cc
-  ffi/plans/plan_request.cc)
+  ffi/candidates/plan_request.cc)
 target_include_directories(readers PUBLIC ffi PRIVATE
   "${CMAKE_CURRENT_BINARY_DIR}/generated")
 target_include_directories(readers SYSTEM PRIVATE ${JAX_CUDNN_INCLUDE_DIRS})

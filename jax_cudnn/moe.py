@@ -10,12 +10,15 @@ from jax_cudnn.ops.products.moe.permutation import (
     unpermute,
 )
 from jax_cudnn.ops.products.moe.routing import Auxiliary, Routing, router
+from jax_cudnn.ops.products.moe.states import LayerState, layer_state
 
 __all__ = [
     "Auxiliary",
+    "LayerState",
     "Permutation",
     "Routing",
     "layer",
+    "layer_state",
     "permutation",
     "permute",
     "router",

@@ -3,10 +3,13 @@
 
     python -m scripts.random_operations --out docs
 
-writes docs/random_operations.md. Needs an NVIDIA GPU. Several processes share it.
+writes docs/random_operations.md. Needs an NVIDIA GPU. Several processes share it, and
+all GPUs that there are.
 `--more` keeps what an earlier run left in the folder, and runs the problems that are
-missing there, or failed. `--only SEED` runs the problem of each family with that number
-and prints its errors; `--platform cpu --most 2048` tries the script without a GPU.
+missing there, or failed. `--families groups experts` runs those two alone, and
+`--part 2/4` the second quarter of the problems. `--only SEED` runs the problem of each
+family with that number and prints its errors; `--platform cpu --most 2048` tries the
+script without a GPU.
 """
 
 import argparse
@@ -29,6 +32,8 @@ _AMOUNTS: dict[random_operations.Family, int] = {
     "norms": 300,
     "pooling": 200,
     "ragged_dot": 200,
+    "groups": 400,
+    "experts": 400,
     "fuse": 200,
     "convolutions": 300,
 }
@@ -66,7 +71,8 @@ def _run(problem: Problem, implementation: Implementation) -> Record:
 
 def _keys(arguments: argparse.Namespace) -> Iterator[Key]:
     """Return the families' problems mixed evenly, so that a cut-off run has all."""
-    amounts = {x: getattr(arguments, x) for x in random_operations.FAMILIES}
+    chosen = arguments.families or random_operations.FAMILIES
+    amounts = {x: getattr(arguments, x) for x in chosen}
     places = [
         ((seed + 0.5) / amount, family, seed)
         for family, amount in amounts.items()
@@ -91,20 +97,24 @@ Each problem is drawn from its family and its number
 five axes, of which any are normalised, groups, residuals, statistics with cotangents,
 and results in f8. Pooling: windows, strides, padding that differs or cuts, layouts; a
 third of the arrays has ties, or NaN and infinities. ragged_dot: up to 100 groups, some
-empty, NaN in rows that are in none.
+empty, NaN in rows that are in none. groups: the same with all rows in one group, and
+with NaN or an infinity in one group, which no other may notice; half of them are
+products in f8, quantised or stored. experts: mixtures of up to 24 experts, a quarter of
+them in f8, with and without a capacity, all tokens on one expert, a token of NaN.
 fuse: programs of up to nine steps beside a product; those with gradients have no
 operation whose derivative jumps. Convolutions: causal ones, gated ones, and residual
 branches with a `branch_scale`, of matmuls too. Operands are bf16, f16 or f32.
 
 `implementation="cudnn"` computes it. Memory is filled with NaN before. Results are
-compared with closed forms in NumPy and float64. Each entry has a bound of its own, made
-of what is rounded to the dtypes at hand, and of the TF32 in which f32 is multiplied.
-Programs and convolutions are compared with the plain function in float64 on a CPU.
-Their bound is four times the largest error that XLA makes in the same dtypes. A problem
-is right if all entries of all results are within it; "by XLA", if cuDNN ran no part of
-it (by
-`plans.inspect`). What cuDNN refuses is computed with "auto" as well, and would be wrong
-here if that were.""".splitlines()
+compared with closed forms in NumPy and float64. Operands of products in f8 are rounded
+in NumPy. Each entry has a bound of its own, made of what is rounded to the dtypes at
+hand, and of the TF32 in which f32 is multiplied. Programs and convolutions are compared
+with the plain function in float64 on a CPU. Their bound is four times the largest error
+that XLA makes in the same dtypes. That of a mixture of experts is a part of the
+result's largest number: 16 roundings to its dtype and 32 of gradients, and in f8 0.2
+and 0.35 besides. A problem is right if all entries of all results are within it; "by
+XLA", if cuDNN ran no part of it (by `plans.inspect`). What cuDNN refuses is computed
+with "auto" as well, and would be wrong here if that were.""".splitlines()
 _OUTCOMES = ("right", "by XLA", "wrong", "refused", "failed")
 
 
@@ -177,6 +187,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for family, amount in _AMOUNTS.items():
         parser.add_argument(f"--{family.replace('_', '-')}", type=int, default=amount)
+    parser.add_argument(
+        "--families", nargs="+", choices=random_operations.FAMILIES, help="default: all"
+    )
     parser.add_argument("--most", type=int, help="elements of the largest arrays")
     random_runs.main(SUITE, parser)
 

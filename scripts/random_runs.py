@@ -8,6 +8,8 @@ what it has found out. A process that ends, or whose GPU context is lost, is rep
 
 import argparse
 import collections
+import dataclasses
+import itertools
 import json
 import os
 import re
@@ -88,9 +90,18 @@ def main(suite: Suite, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=folder)
     parser.add_argument("--more", action="store_true", help="keep what is in --out")
     parser.add_argument("--only", type=int, help="run the problems with this number")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), help="of the problems, such as 2/4"
+    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    number, count = arguments.part
+    keys = suite.keys
+    suite = dataclasses.replace(
+        suite,
+        keys=lambda given: itertools.islice(keys(given), number - 1, None, count),
+    )
     # Read when a backend starts, which no import does.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     platforms = dict.fromkeys((arguments.platform, "cpu"))
@@ -104,6 +115,16 @@ def main(suite: Suite, parser: argparse.ArgumentParser) -> None:
                 print(text, run(), flush=True)
     else:
         _run_all(suite, arguments)
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Return which part of how many a text such as "2/4" says."""
+    number, _, count = text.partition("/")
+    if not (
+        number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
+    ):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 2/4")
+    return int(number), int(count)
 
 
 # --- the processes --------------------------------------------------------------------

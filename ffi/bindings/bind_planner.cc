@@ -16,12 +16,12 @@
 #include "bindings/bindings.h"
 #include "bindings/calls.h"
 #include "bindings/conversions.h"
+#include "blas/blas_engines.h"
+#include "candidates/plan_target.h"
 #include "cudnn/cudnn_library.h"
 #include "graph/graph_spec.h"
 #include "keeping/plan_cache.h"
-#include "plans/blas_product.h"
 #include "plans/plan.h"
-#include "plans/plan_target.h"
 #include "plans/plan_timer.h"
 
 namespace nb = nanobind;
@@ -74,7 +74,7 @@ bool HasBlasProduct(const nb::bytes& graph) {
   const std::string text = Text(graph);
   return Call("reading a graph", [&]() -> StatusOr<bool> {
     ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
-    return BlasProduct::Covers(spec);
+    return kBlasProduct.covers(spec);
   });
 }
 

@@ -13,10 +13,10 @@
 #include "bindings/bindings.h"
 #include "bindings/calls.h"
 #include "bindings/conversions.h"
+#include "candidates/plan_target.h"
 #include "keeping/plan_cache.h"
 #include "keeping/plan_shipping.h"
 #include "keeping/plan_store.h"
-#include "plans/plan_target.h"
 
 namespace nb = nanobind;
 

@@ -12,10 +12,10 @@
 #include "bindings/bindings.h"
 #include "bindings/calls.h"
 #include "bindings/conversions.h"
+#include "candidates/plan_request.h"
 #include "graph/graph_spec.h"
 #include "handler/program_target.h"
 #include "keeping/plan_store.h"
-#include "plans/plan_request.h"
 
 namespace nb = nanobind;
 

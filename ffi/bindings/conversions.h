@@ -8,9 +8,9 @@
 
 #include <string>
 
-#include "plans/candidate.h"
+#include "candidates/candidate.h"
+#include "candidates/plan_target.h"
 #include "plans/plan.h"
-#include "plans/plan_target.h"
 
 namespace jax_cudnn {
 

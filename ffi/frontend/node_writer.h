@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "frontend/frontend_graph.h"
-#include "frontend/graph_builder.h"
+#include "frontend/graph_style.h"
 #include "graph/graph_spec.h"
 
 namespace jax_cudnn {

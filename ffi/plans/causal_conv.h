@@ -14,11 +14,11 @@
 #include <string>
 
 #include "base/status.h"
+#include "candidates/candidate.h"
+#include "candidates/launchable.h"
+#include "candidates/plan_request.h"
 #include "cudnn/causal_conv.h"
 #include "graph/graph_spec.h"
-#include "plans/candidate.h"
-#include "plans/launchable.h"
-#include "plans/plan_request.h"
 
 namespace jax_cudnn {
 

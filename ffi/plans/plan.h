@@ -11,16 +11,13 @@
 #include <vector>
 
 #include "base/status.h"
+#include "candidates/candidate.h"
+#include "candidates/launchable.h"
+#include "candidates/plan_target.h"
 #include "cudnn/cudnn_library.h"
 #include "graph/graph_spec.h"
-#include "plans/candidate.h"
-#include "plans/launchable.h"
-#include "plans/plan_target.h"
 
 namespace jax_cudnn {
-
-// The most tensors that a plan takes: the frontend has at most 250 operations.
-inline constexpr size_t kMaxOperands = 256;
 
 // Immutable; executes on any handle of the device that it was built for, from several
 // threads at once as long as each brings its own handle.

@@ -13,17 +13,16 @@
 #include <utility>
 #include <vector>
 
+#include "blas/blas_engines.h"
+#include "candidates/attempt.h"
+#include "candidates/launchable_graph.h"
+#include "candidates/plan_request.h"
 #include "cudnn/cudnn_library.h"
 #include "frontend/frontend_status.h"
-#include "frontend/graph_builder.h"
-#include "plans/attempt.h"
-#include "plans/blas_groups.h"
-#include "plans/blas_product.h"
+#include "groups/group_products.h"
+#include "nodes/graph_builder.h"
 #include "plans/causal_conv.h"
-#include "plans/group_products.h"
-#include "plans/launchable_graph.h"
 #include "plans/plan.h"
-#include "plans/plan_request.h"
 #include "plans/rehearsal.h"
 
 namespace jax_cudnn {
@@ -163,46 +162,47 @@ class CudnnSource : public Source {
   int64_t index_;
 };
 
-// One of cuBLASLt's: a product, or the products of all groups.
-template <typename Products>
+// One of cuBLASLt's.
 class BlasSource : public Source {
  public:
-  explicit BlasSource(const GraphSpec& graph) : graph_(graph) {}
+  BlasSource(const BlasEngine& engine, const GraphSpec& graph)
+      : engine_(engine), graph_(graph) {}
 
   Status Build(Candidate& candidate) override {
     const auto start = std::chrono::steady_clock::now();
-    auto products = Products::Make(graph_, candidate);
+    auto made = engine_.make(graph_, candidate);
     candidate.build_ms = std::chrono::duration<double, std::milli>(
                              std::chrono::steady_clock::now() - start)
                              .count();
-    candidate.is_built = products.ok();
-    if (products.ok()) {
-      products_ = std::move(*products);
+    candidate.is_built = made.ok();
+    if (made.ok()) {
+      made_ = std::move(*made);
       return {};
     }
-    candidate.failure = products.status().message();
-    const bool is_its_own = products.status().code() == StatusCode::kUnimplemented;
-    return is_its_own ? Status() : products.status();
+    candidate.failure = made.status().message();
+    const bool is_its_own = made.status().code() == StatusCode::kUnimplemented;
+    return is_its_own ? Status() : made.status();
   }
 
   StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(
       Candidate& /*candidate*/) override {
-    return std::unique_ptr<const Launchable>(std::move(products_));
+    return std::move(made_);
   }
 
  private:
+  const BlasEngine& engine_;
   const GraphSpec& graph_;
-  std::unique_ptr<Products> products_;
+  std::unique_ptr<const Launchable> made_;
 };
 
 // Calls `visit` with each of cuBLASLt's candidates that the request leaves and `seen`
 // has not, until it says true: enough, which is returned. What goes wrong is a reason:
 // cuDNN and XLA are there.
-template <typename Products, typename Visit>
-StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
-                         const PlanTarget& target, Reasons& reasons,
-                         std::set<std::string>& seen, Visit&& visit) {
-  const auto candidates = Products::List(graph, request, target);
+template <typename Visit>
+StatusOr<bool> VisitBlas(const BlasEngine& engine, const GraphSpec& graph,
+                         const PlanRequest& request, const PlanTarget& target,
+                         Reasons& reasons, std::set<std::string>& seen, Visit&& visit) {
+  const auto candidates = engine.list(graph, request, target);
   if (!candidates.ok()) {
     reasons.Add("cuBLASLt: " + candidates.status().message());
     return false;
@@ -212,7 +212,7 @@ StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
     if (!candidate.refusal.empty()) {
       reasons.Add(candidate.name + ": " + candidate.refusal);
     }
-    BlasSource<Products> source(graph);
+    BlasSource source(engine, graph);
     ASSIGN_OR_RETURN(const bool is_enough, visit(source, candidate));
     if (is_enough) return true;
   }
@@ -277,8 +277,8 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
                        const PlanTarget& target, Reasons& reasons, Visit&& visit) {
   ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
   std::set<std::string> seen;  // of cuBLASLt's
-  if (BlasGroups::Covers(graph)) {
-    return VisitBlas<BlasGroups>(graph, parsed, target, reasons, seen, visit).status();
+  if (kBlasGroups.covers(graph)) {
+    return VisitBlas(kBlasGroups, graph, parsed, target, reasons, seen, visit).status();
   }
   if (CausalConv::Covers(graph)) {
     return VisitCausalConv(graph, parsed, reasons, visit);
@@ -290,11 +290,11 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
   }
   const GraphSpec& asked = is_of_groups ? matmul : graph;
   ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(asked, parsed));
-  const bool is_blas = BlasProduct::Covers(graph);
+  const bool is_blas = kBlasProduct.covers(graph);
   for (const PlanRequest& one : WantedOfBlas(parsed)) {
     if (!is_blas) break;
     ASSIGN_OR_RETURN(const bool is_enough,
-                     VisitBlas<BlasProduct>(graph, one, target, reasons, seen, visit));
+                     VisitBlas(kBlasProduct, graph, one, target, reasons, seen, visit));
     if (is_enough) return {};
   }
   for (const int variant : variants) {
@@ -323,7 +323,7 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
   if (is_pinned && !is_blas) reasons.Add("cuBLASLt has no kernel for this graph");
   const bool is_described = target.handle == nullptr;
   if (!is_blas || (parsed.pin && !is_pinned) || (is_described && !is_pinned)) return {};
-  return VisitBlas<BlasProduct>(graph, parsed, target, reasons, seen, visit).status();
+  return VisitBlas(kBlasProduct, graph, parsed, target, reasons, seen, visit).status();
 }
 
 }  // namespace

@@ -11,13 +11,12 @@
 #include <vector>
 
 #include "base/guard.h"
+#include "blas/blas_engines.h"
+#include "candidates/launchable_graph.h"
 #include "frontend/device_properties.h"
 #include "frontend/frontend_status.h"
-#include "plans/blas_groups.h"
-#include "plans/blas_product.h"
+#include "groups/group_products.h"
 #include "plans/causal_conv.h"
-#include "plans/group_products.h"
-#include "plans/launchable_graph.h"
 #include "plans/plan.h"
 #include "plans/plan_record.h"
 #include "plans/rehearsal.h"
@@ -49,12 +48,8 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
       if (target.handle == nullptr) {
         return Unimplemented("a plan of cuBLASLt's is read where the GPU is");
       }
-      std::unique_ptr<const Launchable> launchable;
-      if (BlasGroups::Covers(graph)) {
-        ASSIGN_OR_RETURN(launchable, BlasGroups::Read(graph, rest, candidate));
-      } else {
-        ASSIGN_OR_RETURN(launchable, BlasProduct::Read(graph, rest, candidate));
-      }
+      const BlasEngine& engine = kBlasGroups.covers(graph) ? kBlasGroups : kBlasProduct;
+      ASSIGN_OR_RETURN(auto launchable, engine.read(graph, rest, candidate));
       std::shared_ptr<const Plan> plan(new Plan(
           std::move(launchable), std::move(candidate), std::move(record.failures)));
       RETURN_IF_ERROR(Rehearse(*plan, target));

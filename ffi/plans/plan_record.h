@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "plans/candidate.h"
+#include "candidates/candidate.h"
 
 namespace jax_cudnn {
 

@@ -9,8 +9,8 @@
 #define JAX_CUDNN_REHEARSAL_H_
 
 #include "base/status.h"
+#include "candidates/plan_target.h"
 #include "plans/plan.h"
-#include "plans/plan_target.h"
 
 namespace jax_cudnn {
 

@@ -70,9 +70,9 @@ class F8DotGeneral(linen.Module):
         Options(implementation=self.implementation)  # refuses unknown names
         first = dense_state(self.recipe)
         if first is not None:
-            self.x_state = self._vector("x_state", first.x)
-            self.w_state = self._vector("w_state", first.w)
-            self.grad_state = self._vector("grad_state", first.x)
+            names = ("x_state", "w_state", "grad_state")
+            held = (state_variable(self, name, first.x) for name in names)
+            self.x_state, self.w_state, self.grad_state = held
 
     # The names and their order are those of jax.lax.dot_general.
     def __call__(
@@ -152,13 +152,17 @@ class F8DotGeneral(linen.Module):
 
         return product
 
-    @linen.nowrap
-    def _vector(self, name: str, first: jax.Array) -> linen.Variable[jax.Array]:
-        where = OVERWRITE_WITH_GRADIENT
-        if not (self.has_variable(where, name) or self.is_mutable_collection(where)):
-            raise ValueError(
-                f"F8DotGeneral: {'/'.join(self.path)} has no {name}. Pass the "
-                f"collection {where!r} of `init`, or of the last step, to `apply` "
-                "beside 'params'. Or use f8.Current(), which has no state."
-            )
-        return self.variable(where, name, jnp.zeros_like, first)
+
+def state_variable(
+    module: linen.Module, name: str, first: jax.Array
+) -> linen.Variable[jax.Array]:
+    """Return the variable of a state of f8; raise ValueError where there is none."""
+    where = OVERWRITE_WITH_GRADIENT
+    if not (module.has_variable(where, name) or module.is_mutable_collection(where)):
+        path = "/".join(module.path) or "the layer"
+        raise ValueError(
+            f"{type(module).__name__}: {path} has no {name}. Pass the collection "
+            f"{where!r} of `init`, or of the last step, to `apply` beside 'params'. Or "
+            "use f8.Current(), which has no state."
+        )
+    return module.variable(where, name, jnp.zeros_like, first)

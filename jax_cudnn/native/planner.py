@@ -3,8 +3,8 @@
 
 What a caller asks of a plan is a text, the ``request``: that of a candidate, which pins
 it; a filter of candidates (``config.PlanOptions`` writes one, see
-``ffi/plans/plan_request.h``); preferences, by which one of them is tried before the
-others (``jax_cudnn/policy`` has them); or "" for the first that builds.
+``ffi/candidates/plan_request.h``); preferences, by which one of them is tried before
+the others (``jax_cudnn/policy`` has them); or "" for the first that builds.
 
 Every function raises ``GraphError`` for a malformed graph or request,
 ``UnsupportedError`` where cuDNN has no plan, with cuDNN's reasons, and ``LibraryError``
@@ -94,7 +94,7 @@ def is_by_place(request: str) -> bool:
 def has_cublaslt_plan(graph_json: str) -> bool:
     """Whether cuBLASLt computes a graph as one kernel, with an epilogue of its own.
 
-    Which ones these are is said in ``ffi/plans/blas_problem.h``. Whether it has a
+    Which ones these are is said in ``ffi/blas/blas_problem.h``. Whether it has a
     kernel for the sizes is known where the GPU is.
     """
     return bool(extension().has_blas_product(as_bytes(graph_json)))
@@ -131,7 +131,7 @@ def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:
 
     Args:
         graph_json: canonical text of the graph.
-        request: a pin, a filter (``ffi/plans/plan_request.h``), or "".
+        request: a pin, a filter (``ffi/candidates/plan_request.h``), or "".
         device: CUDA ordinal of the device.
     """
     fields = extension().plan(as_bytes(graph_json), as_bytes(request), device)

@@ -267,13 +267,16 @@ def test_the_same_key_drops_the_same_in_every_transformation(draw: Draw) -> None
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
+# With one batch entry, examples of one key share its offsets.
+@pytest.mark.parametrize("b", [2, 1])
 @pytest.mark.parametrize("implementation", ["auto", "cudnn", "xla"])
 @pytest.mark.parametrize("which", ["keys", "operands", "both"])
 def test_examples_of_a_vmap_have_the_mask_of_their_key(
-    draw: Draw, which: str, implementation: str
+    draw: Draw, which: str, implementation: str, b: int
 ) -> None:
-    operands = [draw(f"n{x}", jnp.float64, n=3, **_SIZES) for x in ("bshd", "btkd")]
-    value = draw("btke", jnp.float64, **_SIZES)
+    sizes = {**_SIZES, "b": b}
+    operands = [draw(f"n{x}", jnp.float64, n=3, **sizes) for x in ("bshd", "btkd")]
+    value = draw("btke", jnp.float64, **sizes)
     keys = jnp.stack(_keys(3))
     axes = (0 if which != "operands" else None, *(0 if which != "keys" else None,) * 2)
 

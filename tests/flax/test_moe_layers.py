@@ -11,12 +11,15 @@ import pytest
 
 pytest.importorskip("flax", reason="Flax is not installed")
 
+import optax
 from flax import linen as flax_linen
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training.train_state import TrainState
 
-from jax_cudnn import moe
+from jax_cudnn import f8, moe
 from jax_cudnn.flax.linen import MixtureOfExperts as LinenExperts
-from jax_cudnn.flax.nnx import MixtureOfExperts, SelectionBias
+from jax_cudnn.flax.nnx import F8State, MixtureOfExperts, SelectionBias
 from tests.common.devices import mesh_of
 
 pytestmark = pytest.mark.once
@@ -198,7 +201,167 @@ def test_without_a_gate_and_over_devices() -> None:
     assert isinstance(spread, flax_linen.Module)
 
 
+# --- f8 -------------------------------------------------------------------------------
+
+_DELAYED = f8.Delayed(history=4)
+_WEIGHTS = ("up_w", "down_w", "shared_up_w", "shared_down_w")
+_IN_F8: dict[str, Any] = {"use_gate": False, "shared_features": 16}
+
+
+def _of_f8(recipe: Any) -> tuple[Any, Any, dict[str, jax.Array], jax.Array]:
+    """Return nnx's and linen's layer, their parameters, and inputs."""
+    options = {**_IN_F8, "recipe": recipe}
+    layer = MixtureOfExperts(16, 32, 4, 2, **options, rngs=nnx.Rngs(0))
+    arrays = {name: getattr(layer, name)[...] for name in layer.parameter_names}
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((5, 16)), jnp.float32)
+    return layer, LinenExperts(32, 4, 2, **options), arrays, x
+
+
+@pytest.mark.parametrize("recipe", [f8.Current(), f8.MXFP8()], ids=["Current", "MXFP8"])
+def test_layers_take_recipes_without_a_state(recipe: Any) -> None:
+    layer, other, arrays, x = _of_f8(recipe)
+
+    @jax.jit
+    def run() -> Any:
+        want, _ = moe.layer(x, gate_w=None, **arrays, top_k=2, recipe=recipe)
+        return want, layer(x)[0], other.apply({"params": arrays}, x)[0]
+
+    want, *others = run()
+    for found in others:
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    assert layer.f8_states is None
+    shapes = jax.eval_shape(other.init, jax.random.key(0), x)
+    assert set(shapes) == {"params"}
+
+
+def _run(arrays: dict[str, jax.Array], x: jax.Array, state: Any) -> Any:
+    return moe.layer(
+        x,
+        gate_w=None,
+        **arrays,
+        top_k=2,
+        recipe=_DELAYED,
+        state=state,
+        return_state=True,
+    )
+
+
+def test_nnx_notes_amaxes_in_the_forward_pass() -> None:
+    """Cotangents have the scales of their own amaxes; evaluation notes nothing."""
+    layer, _, arrays, x = _of_f8(_DELAYED)
+    first = moe.layer_state(_DELAYED)
+    assert first is not None
+    state: Any = moe.LayerState(*(each._replace(grad=None) for each in first))
+
+    @nnx.jit
+    def gradient(layer: Any, x: jax.Array) -> Any:
+        return nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x)[0])))(layer)
+
+    def loss(arrays: Any, x: jax.Array, state: Any) -> Any:
+        y, _, following = _run(arrays, x, state)
+        return jnp.sum(jnp.sin(y)), following
+
+    plain = jax.jit(jax.grad(loss, has_aux=True))
+    for factor in (1.0, 4.0, 0.5):
+        found = gradient(layer, factor * x)
+        wanted, state = plain(arrays, factor * x, state)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name][...], value, rtol=1e-4, atol=1e-6)
+    for name in _WEIGHTS:
+        own = getattr(layer.f8_states, name)
+        np.testing.assert_allclose(own.x[...], getattr(state, name).x, rtol=1e-4)
+        np.testing.assert_allclose(own.w[...], getattr(state, name).w, rtol=1e-4)
+    assert len(jax.tree.leaves(nnx.state(layer, F8State))) == 2 * len(_WEIGHTS)
+    layer.eval()
+    before = jax.tree.map(np.asarray, nnx.state(layer, F8State))
+    layer(x)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(layer, F8State))
+    viewed = nnx.view(layer, deterministic=False)
+    assert not viewed.f8_states.deterministic
+
+
+def test_linen_has_the_next_state_as_a_gradient() -> None:
+    """And TrainState writes it over, as that of Flax's own f8."""
+    _, layer, arrays, x = _of_f8(_DELAYED)
+    variables = layer.init(jax.random.key(0), x)
+    held = variables[OVERWRITE_WITH_GRADIENT]
+    roles = ("x", "w", "grad")
+    assert set(held) == {f"{n}_{role}_state" for n in _WEIGHTS for role in roles}
+    variables = {**variables, "params": arrays}
+    train: Any = TrainState.create(
+        apply_fn=layer.apply, params=variables, tx=optax.sgd(1e-2)
+    )
+    state: Any = moe.layer_state(_DELAYED)
+
+    @jax.jit
+    def step(train: Any, x: jax.Array) -> Any:
+        def loss(variables: Any) -> Any:
+            y, auxiliary = train.apply_fn(variables, x)
+            return jnp.sum(jnp.sin(y)) + auxiliary.load_balance_loss
+
+        return train.apply_gradients(grads=jax.grad(loss)(train.params))
+
+    @jax.jit
+    def plain(arrays: Any, x: jax.Array, state: Any) -> Any:
+        def loss(arrays: Any, state: Any) -> Any:
+            y, auxiliary, _ = _run(arrays, x, state)
+            return jnp.sum(jnp.sin(y)) + auxiliary.load_balance_loss
+
+        grads, state = jax.grad(loss, (0, 1))(arrays, state)
+        return jax.tree.map(lambda a, g: a - 1e-2 * g, arrays, grads), state
+
+    for factor in (1.0, 4.0):
+        train = step(train, factor * x)
+        arrays, state = plain(arrays, factor * x, state)
+    for name, value in arrays.items():
+        found = train.params["params"][name]
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-6)
+    for name in _WEIGHTS:
+        for role in roles:
+            found = train.params[OVERWRITE_WITH_GRADIENT][f"{name}_{role}_state"]
+            wanted = getattr(getattr(state, name), role)
+            np.testing.assert_allclose(found, wanted, rtol=1e-3)
+    with pytest.raises(
+        ValueError, match="MixtureOfExperts: the layer has no up_w_x_st"
+    ):
+        layer.apply({"params": arrays}, x)
+
+
+def test_linen_scan_stacks_states() -> None:
+    class Block(flax_linen.Module):
+        @flax_linen.compact
+        def __call__(self, x: jax.Array, _: None) -> Any:
+            layer = LinenExperts(32, 4, 2, use_gate=False, recipe=_DELAYED)
+            return x + layer(x)[0], None
+
+    deep = flax_linen.scan(
+        Block,
+        variable_axes={"params": 0, OVERWRITE_WITH_GRADIENT: 0},
+        split_rngs={"params": True},
+        length=2,
+    )()
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((5, 16)), jnp.float32)
+    variables = deep.init(jax.random.key(0), x, None)
+
+    def loss(variables: Any) -> Any:
+        y: Any = deep.apply(variables, x, None)
+        return jnp.sum(jnp.sin(y[0]))
+
+    gradients = jax.jit(jax.grad(loss))(variables)
+    for each in jax.tree.leaves(gradients[OVERWRITE_WITH_GRADIENT]):
+        assert each.shape == (2, 6)
+        assert (each[:, 0] > 0).all()
+
+
 def test_messages() -> None:
+    for make in (
+        lambda: MixtureOfExperts(_D, _F, _E, 2, recipe="f8", rngs=nnx.Rngs(0)),  # type: ignore[arg-type]
+        lambda: LinenExperts(_F, _E, 2, recipe="f8").init(  # type: ignore[arg-type]
+            jax.random.key(0), jnp.ones((2, _D))
+        ),
+    ):
+        with pytest.raises(TypeError, match="MixtureOfExperts: recipe='f8' is no rec"):
+            make()
     with pytest.raises(ValueError, match="MixtureOfExperts: hidden_features=0 must be"):
         MixtureOfExperts(_D, 0, _E, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="shared_features=-1 is negative"):

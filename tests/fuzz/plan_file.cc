@@ -10,7 +10,7 @@
 #include "fuzzing.h"
 #include "graph/graph_spec.h"
 #include "plans/plan_record.h"
-#include "plans/plan_request.h"
+#include "candidates/plan_request.h"
 
 namespace jax_cudnn {
 namespace {

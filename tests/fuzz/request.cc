@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "fuzzing.h"
-#include "plans/plan_request.h"
+#include "candidates/plan_request.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace jax_cudnn;  // NOLINT(google-build-using-namespace)

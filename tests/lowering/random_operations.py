@@ -15,10 +15,13 @@ from tests.fusing.random_programs import draw_program
 from tests.lowering.operation_problems import Problem
 from tests.norms.random_norms import draw_norm
 from tests.pooling.random_pools import draw_pool
+from tests.products.shared.random_experts import draw_groups, draw_layer
 from tests.products.shared.random_gated_convs import draw_conv
 from tests.products.shared.random_ragged_dots import draw_ragged_dot
 
-Family = Literal["norms", "pooling", "ragged_dot", "fuse", "convolutions"]
+Family = Literal[
+    "norms", "pooling", "ragged_dot", "groups", "experts", "fuse", "convolutions"
+]
 
 
 class _Drawing(Protocol):
@@ -29,6 +32,8 @@ _DRAWN: dict[Family, _Drawing] = {
     "norms": draw_norm,
     "pooling": draw_pool,
     "ragged_dot": draw_ragged_dot,
+    "groups": draw_groups,
+    "experts": draw_layer,
     "fuse": draw_program,
     "convolutions": draw_conv,
 }
@@ -38,6 +43,8 @@ _MOST = {
     "norms": 2**19,
     "pooling": 2**16,
     "ragged_dot": 2**21,
+    "groups": 2**21,
+    "experts": 2**17,
     "fuse": 2**15,
     "convolutions": 2**17,
 }

@@ -17,6 +17,7 @@ from jax_cudnn import offline
 from tests.common import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = Path(__file__).parent / "programs"
 
 pytestmark = pytest.mark.once
 
@@ -167,11 +168,10 @@ def test_train_llama_lowers_its_loss(tmp_path):
     check_training(output, 272, picture)
 
 
-def test_train_moe_lowers_its_loss_on_the_devices_that_divide_its_experts(tmp_path):
+def test_train_moe_lowers_its_loss_on_the_devices_that_divide_its_experts():
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    path = tmp_path / "experts.py"
-    path.write_text(MOE)
+    path = PROGRAMS / "experts.py"
     output = run_example(path, *GPT[2:], "--experts", "6", "--batch", "4")
     assert "Devices     2 cpu" in output
     first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
@@ -189,24 +189,11 @@ def test_train_moe_lowers_its_loss_on_the_devices_that_divide_its_experts(tmp_pa
         assert message in done.stderr
 
 
-MOE = f"""
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_disable_most_optimizations", True)
-sys.path.insert(0, {str(EXAMPLES)!r})
-import train_moe
-train_moe.main(sys.argv[1:])
-"""
-
-
-def test_train_mamba_lowers_its_loss_and_writes_what_it_would_read(tmp_path):
+def test_train_mamba_lowers_its_loss_and_writes_what_it_would_read():
     """Text in pieces has the logits of the whole, which a byte at a time needs."""
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    path = tmp_path / "mamba.py"
-    path.write_text(MAMBA)
-    output = run_example(path, *GPT[2:])
+    output = run_example(PROGRAMS / "mamba.py", *GPT[2:])
     assert "causal_conv1d by xla, causal_conv1d_backward by xla" in output
     first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
     assert abs(first - math.log(256)) < 0.5
@@ -214,31 +201,6 @@ def test_train_mamba_lowers_its_loss_and_writes_what_it_would_read(tmp_path):
     assert abs(number_after("this model", output) - last) < 1
     assert "[...]" in output
     assert number_after("pieces differ by", output) < 1e-5
-
-
-MAMBA = f"""
-import sys
-import jax
-jax.config.update("jax_disable_most_optimizations", True)
-sys.path.insert(0, {str(EXAMPLES)!r})
-import jax.numpy as jnp
-import train_mamba
-from flax import nnx
-train_mamba.main(sys.argv[1:])
-settings = train_mamba.parse_arguments(sys.argv[1:])
-graph, params = nnx.split(train_mamba.Mamba(settings, nnx.Rngs(0)))
-run = jax.jit(lambda *arrays: nnx.merge(graph, params)(*arrays))
-empty = nnx.merge(graph, params).empty(2)
-text = jax.random.randint(jax.random.key(0), (2, 35), 0, 256)
-documents = jnp.cumsum(jnp.arange(35) % 11 == 10)[None] + jnp.zeros((2, 1), jnp.int32)
-whole, _ = run(text, documents, empty)
-memories, pieces = empty, []
-for first, stop in ((0, 16), (16, 21), *((i, i + 1) for i in range(21, 35))):
-    piece, memories = run(text[:, first:stop], documents[:, first:stop], memories)
-    pieces.append(piece)
-difference = jnp.max(jnp.abs(jnp.concatenate(pieces, 1) - whole))
-print("pieces differ by", float(difference))
-"""
 
 
 REFUSED_BY_GPT = {
@@ -259,31 +221,12 @@ REFUSED_BY_GPT = {
     ),
 }
 
-# Where neither orbax nor matplotlib is installed, and on four devices.
-GPT_ALONE = f"""
-import contextlib, io, json, sys
-sys.modules.update({{"orbax": None, "matplotlib": None}})
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_disable_most_optimizations", True)
-sys.path.insert(0, {str(EXAMPLES)!r})
-import train_gpt
-given = sys.argv[2:]
-train_gpt.run([*given, "--steps", "2"])
-for line in json.loads(sys.argv[1]):
-    said = io.StringIO()
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said):
-        train_gpt.parse_arguments([*given, *line.split()])
-    print("SAID", json.dumps(said.getvalue()))
-"""
-
 
 @pytest.mark.thorough
 def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    path = tmp_path / "alone.py"
-    path.write_text(GPT_ALONE)
+    path = PROGRAMS / "gpt_alone.py"
     short = tmp_path / "short.txt"
     short.write_text("x" * 160)
     output = run_example(path, json.dumps(list(REFUSED_BY_GPT)), *GPT)

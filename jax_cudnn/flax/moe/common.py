@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters that layers of experts of nnx and linen have, and how they run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_cudnn.ops.common.arguments import as_operand
 from jax_cudnn.ops.products.moe.layer import layer as run_layer
 from jax_cudnn.ops.products.moe.routing import Auxiliary
+from jax_cudnn.ops.products.moe.states import LayerState, States
 
 # That of each expert's matrix by itself.
 KERNEL_INIT = lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
@@ -81,9 +82,13 @@ def run(
     parameters: Mapping[str, jax.Array],
     selection_bias: jax.Array | None,
     dtype: DTypeLike | None,
+    states: States,
     **options: Any,
-) -> tuple[jax.Array, Auxiliary]:
-    """Return the layer's results. The router's parameters keep their own dtype."""
+) -> tuple[jax.Array, Auxiliary, States]:
+    """Return the layer's results, and the next states of its products.
+
+    The router's parameters keep their own dtype.
+    """
     names = [name for name in parameters if name != "router_w"]
     x, *arrays = promote_dtype(
         as_operand("MixtureOfExperts", "inputs", x),
@@ -91,10 +96,19 @@ def run(
         dtype=dtype,
     )
     given: dict[str, Any] = {"gate_w": None, **dict(zip(names, arrays, strict=True))}
-    return run_layer(
+    state = LayerState(*map(states.get, LayerState._fields)) if states else None
+    y, auxiliary, following = run_layer(
         x,
         parameters["router_w"],
         selection_bias=selection_bias,
+        state=state,
+        return_state=True,
         **given,
         **options,
     )
+    return y, auxiliary, {} if following is None else following._asdict()
+
+
+def products_of(parameters: Iterable[str]) -> list[str]:
+    """Return the names of the parameters whose products have a state in f8."""
+    return [name for name in parameters if name in LayerState._fields]

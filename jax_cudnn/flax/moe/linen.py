@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """linen's mixture of experts: `MixtureOfExperts`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,19 +12,27 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
+from jax_cudnn.flax.linen_f8 import state_variable
 from jax_cudnn.flax.moe.common import (
     KERNEL_INIT,
     MATRIX_INIT,
     OPTIONS,
     Sizes,
     initializer_of,
+    products_of,
     run,
 )
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision, as_operand
-from jax_cudnn.ops.common.f8_recipes import Current
+from jax_cudnn.ops.common.f8_recipes import (
+    DenseState,
+    Recipe,
+    check_recipe,
+    dense_state,
+)
 from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.ops.products.moe.routing import Auxiliary, Scores
+from jax_cudnn.ops.products.moe.states import States
 
 
 class MixtureOfExperts(linen.Module):
@@ -58,7 +67,9 @@ class MixtureOfExperts(linen.Module):
       batch_axis: see there.
       tensor_axis: see there.
       mesh: see there.
-      recipe: see there.
+      recipe: see there. With `f8.Delayed`, each product has a state in the collection
+        "_overwrite_with_gradient", as that of :class:`F8DotGeneral`: the gradient by it
+        is the state of the next step.
       dtype: in which the experts compute. Default None: the promoted dtype of inputs
         and parameters. The router computes in f32.
       param_dtype: of the parameters. Default f32.
@@ -97,7 +108,7 @@ class MixtureOfExperts(linen.Module):
     batch_axis: AxisName | None = None
     tensor_axis: AxisName | None = None
     mesh: Mesh | AbstractMesh | None = None
-    recipe: Current | None = None
+    recipe: Recipe | None = None
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: Precision = None
@@ -118,8 +129,8 @@ class MixtureOfExperts(linen.Module):
           of the model: 0.01 is a usual factor of `load_balance_loss`.
 
         Raises:
-          ValueError: sizes below 1, an unknown `implementation`; and as
-            :func:`jax_cudnn.moe.layer`.
+          ValueError: sizes below 1, an unknown `implementation`; there is no state
+            among the variables; and as :func:`jax_cudnn.moe.layer`.
           TypeError, UnsupportedError, LibraryError: as :func:`jax_cudnn.moe.layer`.
         """
         Options(implementation=self.implementation)  # refuses unknown names
@@ -145,4 +156,24 @@ class MixtureOfExperts(linen.Module):
                 "selection_bias", "selection_bias", jnp.zeros, self.num_experts
             ).value
         options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
-        return run(x, parameters, bias, self.dtype, **options)
+        states = self._states(shapes)
+        y, auxiliary, _ = run(x, parameters, bias, self.dtype, states, **options)
+        return y, auxiliary
+
+    @linen.nowrap
+    def _states(self, parameters: Iterable[str]) -> States:
+        """Return the states of f8 by the names of weights; none but with `Delayed`."""
+        if self.recipe is None:
+            return {}
+        first = dense_state(check_recipe("MixtureOfExperts", self.recipe))
+        if first is None:
+            return {}
+        return {
+            name: DenseState(
+                *(
+                    state_variable(self, f"{name}_{role}_state", first.x).value
+                    for role in ("x", "w", "grad")
+                )
+            )
+            for name in products_of(parameters)
+        }

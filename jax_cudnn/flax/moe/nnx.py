@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """nnx's mixture of experts: `MixtureOfExperts`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,14 +18,21 @@ from jax_cudnn.flax.moe.common import (
     OPTIONS,
     Sizes,
     initializer_of,
+    products_of,
     run,
 )
+from jax_cudnn.flax.nnx_f8 import F8State
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision
-from jax_cudnn.ops.common.f8_recipes import Current
+from jax_cudnn.ops.common.f8_recipes import (
+    DenseState,
+    Recipe,
+    check_recipe,
+    dense_state,
+)
 from jax_cudnn.ops.common.meshes import AxisName
-from jax_cudnn.ops.products.moe.experts import check_recipe
 from jax_cudnn.ops.products.moe.routing import Auxiliary, Scores
+from jax_cudnn.ops.products.moe.states import States
 
 
 class SelectionBias(nnx.Variable[jax.Array]):
@@ -42,6 +50,51 @@ class SelectionBias(nnx.Variable[jax.Array]):
       >>> nnx.state(layer, SelectionBias).selection_bias.shape
       (4,)
     """
+
+
+class _ProductState(nnx.Module):
+    """What `f8.Delayed` knows of a product's input and weights."""
+
+    def __init__(self, first: DenseState) -> None:
+        self.x, self.w = F8State(first.x), F8State(first.w)
+
+
+class _ProductStates(nnx.Module):
+    """The states of the products of a layer, by the names of their weights."""
+
+    def __init__(self, names: Iterable[str], first: DenseState) -> None:
+        self.names: tuple[str, ...] = tuple(names)
+        for name in self.names:
+            setattr(self, name, _ProductState(first))
+        # By this name `eval` and `train` of a model find it.
+        self.deterministic = False
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set `deterministic`, for `nnx.view`.
+
+        Args:
+          deterministic: whether the states stay as they are. Default None: as before.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def known(self) -> States:
+        """Return the states as arrays; cotangents have the scales of their own."""
+        held = {name: getattr(self, name) for name in self.names}
+        return {
+            name: DenseState(each.x[...], each.w[...], None)
+            for name, each in held.items()
+        }
+
+    def note(self, following: States) -> None:
+        """Take over the next states, unless the layer only evaluates."""
+        if self.deterministic:
+            return
+        for name in self.names:
+            state = following[name]
+            assert state is not None
+            getattr(self, name).x.set_value(state.x)
+            getattr(self, name).w.set_value(state.w)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -75,7 +128,8 @@ class MixtureOfExperts(nnx.Module):
       batch_axis: see there.
       tensor_axis: see there.
       mesh: see there.
-      recipe: see there.
+      recipe: see there. With `f8.Delayed`, the amaxes of a step are noted in the
+        forward pass, as by :class:`F8DotGeneral`; `model.eval()` stops that.
       dtype: in which the experts compute. Default None: the promoted dtype of inputs
         and parameters. The router computes in f32.
       param_dtype: of the parameters. Default f32.
@@ -92,10 +146,12 @@ class MixtureOfExperts(nnx.Module):
       router_w: (in, experts), and likewise for all parameters the names and shapes of
         :func:`jax_cudnn.moe.layer`: gate_w, up_w, down_w, gate_bias, up_bias,
         down_bias, shared_gate_w, shared_up_w, shared_down_w, as far as there are.
+      f8_states: with `f8.Delayed`, a module that has an `x` and a `w` by the name of
+        each product's weights, which are :class:`F8State`; else None.
 
     Raises:
       ValueError: sizes below 1, an unknown `implementation`.
-      TypeError: a recipe other than `f8.Current()`.
+      TypeError: no recipe of f8 as `recipe`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -128,7 +184,7 @@ class MixtureOfExperts(nnx.Module):
         batch_axis: AxisName | None = None,
         tensor_axis: AxisName | None = None,
         mesh: Mesh | AbstractMesh | None = None,
-        recipe: Current | None = None,
+        recipe: Recipe | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: Precision = None,
@@ -166,7 +222,12 @@ class MixtureOfExperts(nnx.Module):
         self.batch_axis: AxisName | None = batch_axis
         self.tensor_axis: AxisName | None = tensor_axis
         self.mesh: Mesh | AbstractMesh | None = mesh
-        self.recipe: Current | None = check_recipe("MixtureOfExperts", recipe)
+        self.recipe: Recipe | None = recipe
+        self.f8_states: _ProductStates | None = nnx.data(None)
+        if recipe is not None:
+            first = dense_state(check_recipe("MixtureOfExperts", recipe))
+            if first is not None:
+                self.f8_states = _ProductStates(products_of(shapes), first)
         self.precision: Precision = precision
         self.implementation: Implementation = implementation
 
@@ -186,10 +247,15 @@ class MixtureOfExperts(nnx.Module):
         """
         bias = self.selection_bias
         options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
-        return run(
+        states = self.f8_states
+        y, auxiliary, following = run(
             inputs,
             {name: getattr(self, name)[...] for name in self.parameter_names},
             None if bias is None else bias[...],
             self.dtype,
+            {} if states is None else states.known(),
             **options,
         )
+        if states is not None:
+            states.note(following)
+        return y, auxiliary

@@ -3,7 +3,7 @@
 
 It is legalised as attention over three operands. Where all three would enter the kernel
 as they are, it gets the one array instead: the C++ builder tells cuDNN where in it each
-begins (ffi/frontend/qkv_parts.cc). Otherwise, and where cuDNN has no plan for it, they
+begins (ffi/nodes/qkv_parts.cc). Otherwise, and where cuDNN has no plan for it, they
 are copied out of the array.
 """
 

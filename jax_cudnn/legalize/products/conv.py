@@ -6,7 +6,8 @@ What cuDNN's convolutions lack is added around them:
 * one spatial axis becomes two, the first of size 1;
 * arrays are transposed to channels-last, the layout of the fused engines;
 * zeros between the elements of x make the convolution a gradient (dgrad) of another
-  one, or are written out where that is not possible;
+  one, and x the output's gradient in that of filters, or are written out where that is
+  not possible;
 * padding that differs between the two ends, or cuts, is done on the array;
 * channels are padded to what the engines load at once;
 * groups are merged, or those of odd sizes padded (conv_groups.py), but for most
@@ -36,6 +37,7 @@ from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.legalize.products import conv_depthwise, conv_groups
 from jax_cudnn.legalize.products.conv_channels import add_channels, more_channels
 from jax_cudnn.legalize.products.conv_directions import (
+    exchange_arrays,
     exchange_directions,
     is_transposed,
 )
@@ -155,6 +157,13 @@ def _write_out_lhs_dilation(editor: GraphEditor) -> None:
         exchange_directions(editor)
         editor.notes.append(
             "the filters are flipped: a dilated x is a gradient to cuDNN"
+        )
+        return
+    # Nothing may follow: the kernel's filters have other axes than the gradient.
+    if node.kind == "conv_wgrad" and len(editor.nodes) == 1 and is_transposed(editor):
+        exchange_arrays(editor)
+        editor.notes.append(
+            "x and grad_output change places: a dilated x is a gradient to cuDNN"
         )
         return
     # Zeros between the elements of x, written out; dgrad's are cut out again.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Node, Tensor
-from jax_cudnn.graph.products.conv import conv_attributes
+from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.common.editor import GraphEditor
 
@@ -22,7 +22,7 @@ def is_transposed(editor: GraphEditor) -> bool:
     which the gradient of a convolution has no place.
     """
     attributes = conv_attributes(editor.main)
-    window = editor.tensors[editor.roles["w"]].dims[2:]
+    window = editor.tensors[editor.roles[TRIPLES[editor.main.kind][1]]].dims[2:]
     reach = (
         dilated(size, hole) - 1
         for size, hole in zip(window, attributes.rhs_dilation, strict=True)
@@ -59,26 +59,8 @@ def exchange_directions(editor: GraphEditor) -> None:
     x = (source if is_forward else result).dims
     filters = editor.tensors[roles["w"]]
     groups = x[1] // filters.dims[1]
-    window = [
-        dilated(size, hole)
-        for size, hole in zip(filters.dims[2:], attributes.rhs_dilation, strict=True)
-    ]
-    flipped = replace(
-        filters,
-        dims=(groups * filters.dims[1], filters.dims[0] // groups, *filters.dims[2:]),
-        order=tuple(range(len(filters.dims))),
-    )
     editor.rearrange(
-        roles["w"],
-        flipped,
-        lambda w: _flip(filters, groups, w),
-    )
-    low = tuple(
-        size - 1 - pad for size, pad in zip(window, attributes.padding_low, strict=True)
-    )
-    high = tuple(
-        size - 1 - pad
-        for size, pad in zip(window, attributes.padding_high, strict=True)
+        roles["w"], _exchanged(filters, groups), lambda w: _flip(filters, groups, w)
     )
     editor.replace_main(
         Node.make(
@@ -88,14 +70,61 @@ def exchange_directions(editor: GraphEditor) -> None:
                 "w": roles["w"],
             },
             {"grad_x" if is_forward else "output": result.name},
-            ConvAttributes(
-                window_strides=attributes.lhs_dilation,
-                padding_low=low,
-                padding_high=high,
-                lhs_dilation=attributes.window_strides,
-                rhs_dilation=attributes.rhs_dilation,
-            ),
+            _of_other_direction(attributes, filters),
         ),
+    )
+
+
+def exchange_arrays(editor: GraphEditor) -> None:
+    """Have x and the output's gradient change places in the gradient of filters.
+
+    The windows of the output's gradient then move over x in steps, where x had zeros
+    between its elements.
+    """
+    node, roles = editor.main, editor.roles
+    attributes = conv_attributes(node)
+    filters = editor.tensors[roles["grad_w"]]
+    groups = editor.tensors[roles["x"]].dims[1] // filters.dims[1]
+    new = _exchanged(filters, groups)
+    editor.rearrange(
+        roles["grad_w"],
+        new,
+        back=lambda w: jnp.transpose(_flip(new, groups, w), filters.order),
+    )
+    editor.replace_main(
+        Node.make(
+            node.kind,
+            {"x": roles["grad_output"], "grad_output": roles["x"]},
+            {"grad_w": roles["grad_w"]},
+            _of_other_direction(attributes, filters),
+        )
+    )
+
+
+def _exchanged(filters: Tensor, groups: int) -> Tensor:
+    """Return filters whose in and out channels have changed places."""
+    out, channels, *window = filters.dims
+    dims = (groups * channels, out // groups, *window)
+    return replace(filters, dims=dims, order=tuple(range(len(dims))))
+
+
+def _of_other_direction(attributes: ConvAttributes, filters: Tensor) -> ConvAttributes:
+    """Return steps as zeros between elements, and the padding with flipped filters."""
+    low, high = (
+        tuple(
+            dilated(size, hole) - 1 - pad
+            for size, hole, pad in zip(
+                filters.dims[2:], attributes.rhs_dilation, pads, strict=True
+            )
+        )
+        for pads in (attributes.padding_low, attributes.padding_high)
+    )
+    return ConvAttributes(
+        window_strides=attributes.lhs_dilation,
+        padding_low=low,
+        padding_high=high,
+        lhs_dilation=attributes.window_strides,
+        rhs_dilation=attributes.rhs_dilation,
     )
 
 

@@ -2,8 +2,8 @@
 """Grouped matmuls by the sizes of their groups; axis letters and roles as in the table.
 
 One way has cuBLASLt multiply all groups in one launch, with the sizes on the device
-(ffi/plans/blas_groups.h); its handler sets rows in no group to 0. The other is one of
-cuDNN's matmuls for each group. ffi/plans/group_products.cc reads the sizes for it, and
+(ffi/blas/blas_engines.h); its handler sets rows in no group to 0. The other is one of
+cuDNN's matmuls for each group. ffi/groups/group_products.cc reads the sizes for it, and
 makes a plan when it first meets a number of rows; so that there are few such numbers,
 they are multiples of 64. For the gradient of the matrices, zeros must follow the rows
 of a group then. The handler copies a few groups. Many are moved apart by XLA before: a
@@ -25,7 +25,7 @@ from jax_cudnn.reference.products.grouped_matmul import Groups
 _NOTE = "each group is a matmul of its own: the host waits for the sizes"
 _TOGETHER = "all groups are one launch of cuBLASLt's"
 _MOVED = "groups are moved to start at multiples of {} rows, and back"
-_ROWS_PER_STEP = 64  # kRowsPerStep in ffi/plans/group_products.cc
+_ROWS_PER_STEP = 64  # kRowsPerStep in ffi/groups/group_products.cc
 _MANY_GROUPS = 16
 _ROW_MAJOR = (0, 1, 2)
 _TRANSPOSED = (0, 2, 1)

@@ -219,8 +219,23 @@ def check_recipe(op: str, recipe: object) -> Recipe:
     return recipe
 
 
-def check_state(op: str, recipe: object, state: object) -> DenseState | None:
-    """Return a state that a recipe takes, or raise an error that says what it takes."""
+def check_state(
+    op: str,
+    recipe: object,
+    state: object,
+    *,
+    name: str = "state",
+    first: str = "f8.dense_state(recipe)",
+) -> DenseState | None:
+    """Return a state that a recipe takes, or raise an error that says what it takes.
+
+    Args:
+      op: the function that the user called.
+      recipe: what the user gave as such.
+      state: likewise.
+      name: of the argument, or of a part of it.
+      first: the call that returns the argument with which to begin.
+    """
     recipe = check_recipe(op, recipe)
     if not isinstance(recipe, Delayed):
         if state is not None:
@@ -235,19 +250,19 @@ def check_state(op: str, recipe: object, state: object) -> DenseState | None:
         assert isinstance(found, DenseState)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{op}: state is {type(state).__name__}, and f8.Delayed needs three "
-            "arrays. Pass f8.dense_state(recipe), and later its gradient."
+            f"{op}: {name} is {type(state).__name__}, and f8.Delayed needs three "
+            f"arrays. Pass {first}, and later its gradient."
         ) from None
     wanted = (recipe.history + 2,)
-    for name, each in found._asdict().items():
-        if each is None and name == "grad":
+    for field, each in found._asdict().items():
+        if each is None and field == "grad":
             continue
         if each is None or each.shape != wanted or each.dtype != jnp.float32:
             known = "None" if each is None else describe(each)
             raise ValueError(
-                f"{op}: state.{name} is {known}, and a history of "
-                f"{recipe.history} has f32 {[*wanted]}. Pass f8.dense_state(recipe), "
-                "and later its gradient."
+                f"{op}: {name}.{field} is {known}, and a history of "
+                f"{recipe.history} has f32 {[*wanted]}. Pass {first}, and later its "
+                "gradient."
             )
     return found
 

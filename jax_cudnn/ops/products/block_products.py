@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -50,9 +51,6 @@ from jax_cudnn.ops.products.f8_by_hand import (
 )
 from jax_cudnn.reference.dtypes import dtype_name
 
-# What a copy is for: the product, or the gradient by the other operand.
-_USES = ("product", "gradient")
-
 
 def block_products(
     op: str,
@@ -63,15 +61,21 @@ def block_products(
     sums: Sums,
     call: Options,
     w_sharding: object = None,
+    *,
+    kind: type["BlockProduct"] | None = None,
+    more: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> list[jax.Array]:
-    """Return the products of x with some weights, by the same copies of x."""
+    """Return the products of x with some weights, by the same copies of x.
+
+    ``more`` are operands that a ``kind`` of product has besides.
+    """
     found: list[jax.Array] = []
-    product = _BlockProduct(
+    product = (kind or BlockProduct)(
         op=op, recipe=recipe, sums=sums, call=call, w_sharding=w_sharding
     )
     of_x = product.copies("x", x)
     for name, w in weights.items():
-        given = {"x": x, "w": w, **of_x, **product.copies("w", w)}
+        given = {"x": x, "w": w, **of_x, **product.copies("w", w), **more}
         bias = biases.get(name)
         if bias is not None:
             given["bias"] = as_operand(op, "bias", bias)
@@ -81,7 +85,7 @@ def block_products(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BlockProduct(ProductByHand):
+class BlockProduct(ProductByHand):
     """A product in blocks, and its gradients.
 
     ``x_product_values``, ``x_product_scales`` and ``x_product_scale`` are those of the
@@ -90,14 +94,18 @@ class _BlockProduct(ProductByHand):
 
     recipe: BlockRecipe
 
+    def uses(self, role: str) -> dict[str, bool]:
+        """Return what an operand has copies for, and whether gradients read them."""
+        del role
+        return {"product": False, "gradient": True}
+
     def copies(self, role: str, x: jax.Array) -> dict[str, jax.Array]:
-        """Return both copies of an operand, by the names of their arrays."""
+        """Return the copies of an operand, by the names of their arrays."""
         found: dict[str, jax.Array] = {}
-        for use in _USES:
-            blocks = _laid_out(jax.lax.stop_gradient(x), *self._axes(role, use, x.ndim))
+        for use, is_kept in self.uses(role).items():
+            blocks = laid_out(jax.lax.stop_gradient(x), *self.axes(role, use, x.ndim))
             blocks = in_blocks(blocks, self.recipe)
-            if use == "gradient":
-                # The backward pass does not read the other copy.
+            if is_kept:
                 blocks = blocks._replace(
                     values=kept_copy(blocks.values), scales=kept_copy(blocks.scales)
                 )
@@ -111,15 +119,15 @@ class _BlockProduct(ProductByHand):
         dtype = given["x"].dtype
         bias = given.get("bias")
         product = self._multiply(
-            self._copy(given, "x", "product"),
-            self._copy(given, "w", "product"),
+            self.copy(given, "x", "product"),
+            self.copy(given, "w", "product"),
             dtype if bias is None else np.dtype(np.float32),
         )
         return with_bias(product, given)
 
     def reference(self, given: Given) -> jax.Array:
         """Return the product of the rounded operands, differentiable by x and w."""
-        x, w = (self._stands_for(given, role, "product") for role in ("x", "w"))
+        x, w = (self.rounded(given, role, "product") for role in ("x", "w"))
         return with_bias(self.contracted(given, x, w), given)
 
     def gradients_by_copies(
@@ -128,13 +136,13 @@ class _BlockProduct(ProductByHand):
         """Return the gradients by the copies, and two of the cotangent."""
         by_columns, by_rows = self._cotangents(given, grad)
         x_grad = self._multiply(
-            in_blocks(_laid_out(grad, *by_columns), self.recipe),
-            self._copy(given, "w", "gradient"),
+            in_blocks(laid_out(grad, *by_columns), self.recipe),
+            self.copy(given, "w", "gradient"),
             given["x"].dtype,
         )
         w_grad = self._multiply(
-            self._copy(given, "x", "gradient"),
-            in_blocks(_laid_out(grad, *by_rows), self.recipe),
+            self.copy(given, "x", "gradient"),
+            in_blocks(laid_out(grad, *by_rows), self.recipe),
             given["w"].dtype,
         )
         return self.as_operands(given, x_grad, w_grad) | gradient_of_bias(given, grad)
@@ -143,10 +151,10 @@ class _BlockProduct(ProductByHand):
         self, given: Given, grad: jax.Array
     ) -> dict[str, jax.Array]:
         """Return the gradients by the rounded operands, to be differentiated again."""
-        x, w = (self._stands_for(given, role, "gradient") for role in ("x", "w"))
+        x, w = (self.rounded(given, role, "gradient") for role in ("x", "w"))
         transposed = jax.vjp(functools.partial(self.contracted, given), x, w)[1]
         x_grad, w_grad = (
-            transposed(stands_for(grad, self._read(grad, *axes)))[i]
+            transposed(self.rounded_cotangent(grad, *axes))[i]
             for i, axes in enumerate(self._cotangents(given, grad))
         )
         found = {
@@ -157,7 +165,7 @@ class _BlockProduct(ProductByHand):
 
     # --- copies -----------------------------------------------------------------------
 
-    def _axes(
+    def axes(
         self, role: str, use: str, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the axes of an operand that a copy keeps, and those of its blocks."""
@@ -174,14 +182,14 @@ class _BlockProduct(ProductByHand):
         trailing = tuple(range(len(rows), grad.ndim))
         return (leading, trailing), (trailing, leading)
 
-    def _copy(self, given: Given, role: str, use: str) -> Blocks:
+    def copy(self, given: Given, role: str, use: str) -> Blocks:
         """Return a copy, laid out as the products read it."""
         prefix = f"{role}_{use}_"
         values, scales = given[prefix + "values"], given[prefix + "scales"]
         if role == "w" and self.w_sharding is not None:
             # Not before it is saved: what is saved stays divided.
             rank = given["w"].ndim
-            kept, over = self._axes(role, use, rank)
+            kept, over = self.axes(role, use, rank)
             entries = entries_of(self.w_sharding, rank)
             rows = [entries[axis] for axis in kept]
             names = tuple(name for axis in over for name in axes_in(entries[axis]))
@@ -189,19 +197,19 @@ class _BlockProduct(ProductByHand):
             scales = sharded_as(scales, _like(self.w_sharding, *rows, None))
         return Blocks(values, scales, given.get(prefix + "scale"))
 
-    def _stands_for(self, given: Given, role: str, use: str) -> jax.Array:
+    def rounded(self, given: Given, role: str, use: str) -> jax.Array:
         """Return what a copy stands for, in f32, with the operand's derivative."""
         x = given[role]
-        blocks = self._copy(given, role, use)
-        return stands_for(x, _as_it_was(blocks, x, *self._axes(role, use, x.ndim)))
+        blocks = self.copy(given, role, use)
+        return stands_for(x, _as_it_was(blocks, x, *self.axes(role, use, x.ndim)))
 
-    def _read(
+    def rounded_cotangent(
         self, grad: jax.Array, kept: tuple[int, ...], over: tuple[int, ...]
     ) -> jax.Array:
-        """Return what a copy of the cotangent stands for."""
+        """Return what a copy of the cotangent stands for, with its derivative."""
         stopped = jax.lax.stop_gradient(grad)
-        blocks = in_blocks(_laid_out(stopped, kept, over), self.recipe)
-        return _as_it_was(blocks, grad, kept, over)
+        blocks = in_blocks(laid_out(stopped, kept, over), self.recipe)
+        return stands_for(grad, _as_it_was(blocks, grad, kept, over))
 
     # --- products ---------------------------------------------------------------------
 
@@ -237,7 +245,7 @@ def _matrix(x: jax.Array, order: tuple[int, ...]) -> Operand:
     return Operand(x, order, (1, math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-def _laid_out(x: jax.Array, kept: Sequence[int], over: Sequence[int]) -> jax.Array:
+def laid_out(x: jax.Array, kept: Sequence[int], over: Sequence[int]) -> jax.Array:
     """Return an array with some axes in front, and the others merged into the last."""
     # Blocks need the merged axes on one device, but for the first.
     x = gathered_along(x, over[1:])

@@ -298,7 +298,11 @@ def gated_mlp(
                 f"{op}: state has {len(state)} parts, not 3. Pass "
                 "f8.gated_mlp_state(recipe), and later its gradient."
             )
-        states = [check_state(op, recipe, each) for each in state]
+        first = "f8.gated_mlp_state(recipe)"
+        states = [
+            check_state(op, recipe, each, name=f"state.{name}", first=first)
+            for name, each in zip(GatedMlpState._fields, state, strict=True)
+        ]
     for name, w in weights.items():
         sums = last_and_first(op, x, name, w, 1)
     (gated, value), _ = products(

@@ -3,7 +3,8 @@
 
 The product and the gradient of the rows are in f8. That of the matrices adds up over
 rows, along which no operand is stored, and cuBLASLt has no such kernel of f8: the f8
-copy of the rows is multiplied in 16 bits with the cotangent as it came.
+copy of the rows is multiplied in 16 bits with the cotangent as it came. With a scale
+for each block, blocks along the rows would reach over the ends of groups.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from jax_cudnn.ops.common.arguments import (
 from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_recipes import (
     BACKWARD,
+    BlockRecipe,
     Current,
-    Delayed,
     DenseState,
     Recipe,
     check_state,
     scale_and_next,
 )
 from jax_cudnn.ops.common.f8_scaling import dequantize
+from jax_cudnn.ops.products.block_products import BlockProduct, block_products, laid_out
+from jax_cudnn.ops.products.f8_blocks import Blocks, in_blocks
+from jax_cudnn.ops.products.f8_by_hand import Given, ProductByHand
 from jax_cudnn.ops.products.f8_products import Product, cotangent, operand, products
 from jax_cudnn.ops.products.ragged_dot import (
     bias_of_rows,
@@ -46,6 +50,9 @@ from jax_cudnn.ops.products.ragged_dot import (
 )
 
 _BF16 = np.dtype(jnp.bfloat16)
+_F32 = np.dtype(np.float32)
+# The axes of x and w that are summed over.
+_SUMS = ((1,), (1,))
 
 
 def ragged_dot(
@@ -72,8 +79,12 @@ def ragged_dot(
 
     Q rounds to f8_e4m3fn and saturates. x and w have one scale each. The gradient of x
     multiplies the copy of w with the cotangent in f8_e5m2. That of w multiplies the
-    copy of x with the cotangent as it came, in 16 bits: bf16, or f16 where x is f16.
-    Rounding and saturation count as the identity.
+    copy of x with the cotangent as it came, in 16 bits: bf16, or f16 where both x and w
+    are f16. Rounding and saturation count as the identity.
+
+    With `f8.MXFP8` and `f8.NVFP4`, blocks lie along k, and for the gradient of x along
+    n. No kernel multiplies them: what they stand for is multiplied in bf16, in which it
+    is exact. The gradient of w is as above, in bf16.
 
     Rows beyond the last group have neither sum nor bias. They reach no scale, and NaN
     in them reaches nothing. All of JAX's transformations apply. States are those of
@@ -85,7 +96,7 @@ def ragged_dot(
       x: (m, k); bf16, f16 or f32. The rows of a group lie side by side.
       w: (g, k, n), of one of these dtypes, which may be another one than x's.
       group_sizes: (g,) integers, as for :func:`jax_cudnn.ragged_dot`.
-      recipe: `f8.Current()` (default) or `f8.Delayed()`.
+      recipe: `f8.Current()` (default), `f8.Delayed()`, `f8.MXFP8()` or `f8.NVFP4()`.
       state: for `f8.Delayed`, of :func:`dense_state`. Default None.
       bias: (g, n), or what broadcasts to it. Differentiable. Default None: none.
       activation: as for :func:`jax_cudnn.matmul`. Default None: none.
@@ -145,26 +156,21 @@ def grouped_layers(
 
     The states are the next ones, but for the cotangents'. Shapes were checked.
     """
-    if not isinstance(recipe, Current | Delayed):
-        raise TypeError(
-            f"{op}: recipe={recipe!r}. Products in groups take f8.Current() and "
-            "f8.Delayed(): cuDNN has none with a scale for each block."
-        )
     sizes = clipped(sizes, x.shape[0])
     is_read = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes)
     kept = jnp.where(is_read, x, jnp.zeros((), x.dtype))
-    found, following = products(
-        op,
-        kept,
-        weights,
-        {},
-        states,
-        recipe,
-        ((1,), (1,)),
-        call,
-        kind=_Grouped,
-        more={"sizes": sizes},
-    )
+    more = {"sizes": sizes}
+    following: list[DenseState | None] = [None] * len(weights)
+    if isinstance(recipe, BlockRecipe):
+        found = block_products(
+            op, kept, weights, {}, recipe, _SUMS, call, kind=_InBlocks, more=more
+        )
+    else:
+        found, following = products(
+            *(op, kept, weights, {}, states, recipe, _SUMS, call),
+            kind=_Scaled,
+            more=more,
+        )
     # Cotangents of rows in no group end here.
     results = [jnp.where(is_read, y, jnp.zeros((), y.dtype)) for y in found]
     for i, (name, w) in enumerate(weights.items()):
@@ -176,52 +182,10 @@ def grouped_layers(
     return results, following
 
 
-class _Grouped(Product):
+class _Grouped(ProductByHand):
     """A product in groups; ``sizes`` are those of the groups."""
 
-    def by_copies(self, given: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the product by the f8 copies."""
-        stored = self.stored(given, "x"), self.stored(given, "w")
-        return self._scaled(*stored, given["sizes"], given["x"].dtype)
-
-    def gradients_by_copies(
-        self, given: Mapping[str, jax.Array], grad: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Return the gradients, that of x by the f8 copies."""
-        x, w, sizes = given["x"], given["w"], given["sizes"]
-        state = given.get("grad_state")
-        scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
-        copy, w_scale = self.stored(given, "w")
-        turned = jnp.swapaxes(copy, 1, 2), w_scale
-        x_grad = self._scaled((cotangent(grad, scale), scale), turned, sizes, x.dtype)
-        # Sums over rows may be beyond f16 where weights are of another dtype.
-        is_f16 = grad.dtype == w.dtype == np.float16
-        narrow = grad.dtype if is_f16 else _BF16
-        rows = dequantize(*self.stored(given, "x"), narrow)
-        matrices, grad = w.astype(narrow), grad.astype(narrow)
-        w_grad = gradient_of_matrices(self.op, rows, matrices, sizes, grad, self.call)
-        found = {"x": x_grad, "w": w_grad.astype(w.dtype)}
-        return found | self.of_states(given, following)
-
-    def reference_gradients(
-        self, given: Mapping[str, jax.Array], grad: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Return the gradients by the rounded operands, to be differentiated again.
-
-        That of the matrices is by the cotangent as it came.
-        """
-        found = super().reference_gradients(given, grad)
-        x, w = self._rounded(given)
-
-        def product(w: jax.Array) -> jax.Array:
-            return self.contracted(given, x, w).astype(grad.dtype)
-
-        (w_grad,) = jax.vjp(product, w)[1](grad)
-        return found | {"w": w_grad}
-
-    def contracted(
-        self, given: Mapping[str, jax.Array], x: jax.Array, w: jax.Array
-    ) -> jax.Array:
+    def contracted(self, given: Given, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return the product of operands in 16 or 32 bits, in f32."""
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.promote_types(x.dtype, w.dtype)
@@ -231,19 +195,129 @@ class _Grouped(Product):
             x.astype(dtype),
             w.astype(dtype),
             given["sizes"],
-            np.dtype(np.float32),
+            _F32,
             options(self.op, how, None),
         )
 
-    def _scaled(
+    def sums_times(
         self,
-        a: tuple[jax.Array, jax.Array],
-        b: tuple[jax.Array, jax.Array],
-        sizes: jax.Array,
+        given: Given,
+        x: jax.Array,
+        w: jax.Array,
+        scale: jax.Array | None,
         dtype: np.dtype,
     ) -> jax.Array:
-        (x, x_scale), (w, w_scale) = a, b
+        """Return the product of stored numbers, times a scale if there is one."""
         # The sums of stored numbers are beyond what f16 holds.
-        wide = dtype if dtype == _BF16 else np.dtype(np.float32)
-        sums = product_of_groups(self.op, x, w, sizes, wide, self.call)
-        return (sums.astype(jnp.float32) * (x_scale * w_scale)).astype(dtype)
+        wide = dtype if dtype == _BF16 else _F32
+        sums = product_of_groups(self.op, x, w, given["sizes"], wide, self.call)
+        if scale is not None:
+            sums = sums.astype(jnp.float32) * scale
+        return sums.astype(dtype)
+
+    def by_matrices(
+        self, given: Given, rows: jax.Array, grad: jax.Array, narrow: np.dtype
+    ) -> jax.Array:
+        """Return the gradient of the matrices, by the cotangent as it came."""
+        matrices, grad = given["w"].astype(narrow), grad.astype(narrow)
+        sizes = given["sizes"]
+        return gradient_of_matrices(self.op, rows, matrices, sizes, grad, self.call)
+
+    def reference_by_matrices(
+        self, given: Given, x: jax.Array, w: jax.Array, grad: jax.Array
+    ) -> jax.Array:
+        """Return the same by the rounded rows, to be differentiated again."""
+
+        def product(w: jax.Array) -> jax.Array:
+            return self.contracted(given, x, w).astype(grad.dtype)
+
+        return jax.vjp(product, w)[1](grad)[0]
+
+
+class _Scaled(_Grouped, Product):
+    """A product of operands that have one scale each."""
+
+    def by_copies(self, given: Given) -> jax.Array:
+        """Return the product by the f8 copies."""
+        (x, x_scale), (w, w_scale) = self.stored(given, "x"), self.stored(given, "w")
+        return self.sums_times(given, x, w, x_scale * w_scale, given["x"].dtype)
+
+    def gradients_by_copies(
+        self, given: Given, grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients, that of x by the f8 copies."""
+        x, w, state = given["x"], given["w"], given.get("grad_state")
+        scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
+        (copy, w_scale), own = self.stored(given, "w"), cotangent(grad, scale)
+        turned = jnp.swapaxes(copy, 1, 2)
+        x_grad = self.sums_times(given, own, turned, scale * w_scale, x.dtype)
+        # Sums over rows may be beyond f16 where weights are of another dtype.
+        is_f16 = grad.dtype == w.dtype == np.float16
+        narrow = grad.dtype if is_f16 else _BF16
+        rows = dequantize(*self.stored(given, "x"), narrow)
+        w_grad = self.by_matrices(given, rows, grad, narrow).astype(w.dtype)
+        return {"x": x_grad, "w": w_grad} | self.of_states(given, following)
+
+    def reference_gradients(
+        self, given: Given, grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients by the rounded operands, to be differentiated again."""
+        found = super().reference_gradients(given, grad)
+        x, w = self._rounded(given)
+        return found | {"w": self.reference_by_matrices(given, x, w, grad)}
+
+
+class _InBlocks(_Grouped, BlockProduct):
+    """A product of operands that have a scale for each block."""
+
+    def uses(self, role: str) -> dict[str, bool]:
+        """Return the uses of copies; w's gradient reads the product's copy of x."""
+        return {"product": True} if role == "x" else super().uses(role)
+
+    def axes(
+        self, role: str, use: str, rank: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the axes of an operand that a copy keeps, and that of its blocks."""
+        if use == "gradient":
+            return (0, 1), (2,)
+        return super().axes(role, use, rank)
+
+    def by_copies(self, given: Given) -> jax.Array:
+        """Return the product of what the copies stand for."""
+        x, w = (self.copy(given, role, "product") for role in ("x", "w"))
+        return self._multiply_groups(given, x, w, given["x"].dtype)
+
+    def gradients_by_copies(
+        self, given: Given, grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients, that of x by a copy of the cotangent."""
+        rows = in_blocks(laid_out(grad, (0,), (1,)), self.recipe)
+        matrices = self.copy(given, "w", "gradient")
+        x_grad = self._multiply_groups(given, rows, matrices, given["x"].dtype)
+        own = self.copy(given, "x", "product")
+        found = own.times_scales()[:, : given["x"].shape[1]]
+        w_grad = self.by_matrices(given, found, grad, _BF16).astype(jnp.float32)
+        if own.scale is not None:
+            w_grad = w_grad * own.scale
+        return {"x": x_grad, "w": w_grad.astype(given["w"].dtype)}
+
+    def reference_gradients(
+        self, given: Given, grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients by the rounded operands, to be differentiated again."""
+        x, w = (self.rounded(given, role, "product") for role in ("x", "w"))
+        matrices = jnp.swapaxes(self.rounded(given, "w", "gradient"), 1, 2)
+        rows = self.rounded_cotangent(grad, (0,), (1,))
+        w_grad = self.reference_by_matrices(given, x, w, grad)
+        return {
+            "x": self.contracted(given, rows, matrices).astype(given["x"].dtype),
+            "w": w_grad.astype(given["w"].dtype),
+        }
+
+    def _multiply_groups(
+        self, given: Given, x: Blocks, w: Blocks, dtype: np.dtype
+    ) -> jax.Array:
+        """Return the product of blocks along the last axes of both."""
+        scale = None if x.scale is None or w.scale is None else x.scale * w.scale
+        turned = jnp.swapaxes(w.times_scales(), 1, 2)
+        return self.sums_times(given, x.times_scales(), turned, scale, dtype)

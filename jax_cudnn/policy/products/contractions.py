@@ -36,8 +36,13 @@ class Contraction:
     is_whole: bool
 
     def point(self, tables: Tables) -> Kernel | None:
-        """Return what it is measured as; None where it is not all of its part."""
-        return kernels.kernel_of(self.graph, tables) if self.is_whole else None
+        """Return what it is measured as; None where it is not all of its part.
+
+        So it is where no measured convolution is like it.
+        """
+        if not self.is_whole or kernels.is_unlike_all(self.graph):
+            return None
+        return kernels.kernel_of(self.graph, tables)
 
     def slow_engines(self, target: Target | None, tables: Tables) -> tuple[int, ...]:
         """Return engines of cuDNN that XLA's code was faster than."""

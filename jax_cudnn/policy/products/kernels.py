@@ -18,7 +18,7 @@ from typing import Any
 
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES
+from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.nearest import Kernel
@@ -37,6 +37,8 @@ _MANY_KERNELS = 1000
 _FEWEST_CHANNELS = 32
 # Products of so few rows are bound by reading the other matrix. Text is generated so.
 _FEW_ROWS = 64
+# The steps of convolutions that were measured.
+_LONGEST_STEP = 2
 
 
 @functools.lru_cache(maxsize=4096)
@@ -67,6 +69,24 @@ def class_of(part: Graph, tables: Tables) -> str:
     elif sizes["m"] <= _FEW_ROWS:
         words.append("few rows")
     return ", ".join(words)
+
+
+def is_unlike_all(part: Graph) -> bool:
+    """Whether a convolution is so that no measured one says how fast XLA's code is.
+
+    Measured ones have steps of 1 or 2, no holes and no zeros between elements of x. For
+    gradients with these, XLA's code took up to 150 times as long as PyTorch
+    (docs/benchmarks/conv_reports.md).
+    """
+    node = _contraction(part)
+    if node is None or node.kind not in TRIPLES:
+        return False
+    attributes = conv_attributes(node)
+    if max(attributes.lhs_dilation) > 1:
+        return True
+    is_usual = max(attributes.window_strides) <= _LONGEST_STEP
+    has_holes = max(attributes.rhs_dilation) > 1
+    return node.kind != "conv_fprop" and (has_holes or not is_usual)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,8 +126,9 @@ def engines_names(name: str) -> list[str]:
 def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[int, ...]:
     """Return engines of cuDNN that XLA's code was faster than, for such kernels.
 
-    Operands of widths that were not measured have those that all others have. A number
-    stands for another engine on another architecture.
+    Operands of widths that were not measured, and convolutions that are unlike those
+    that were, have those that all others have. A number stands for another engine on
+    another architecture.
     """
     node = _contraction(part)
     if node is None:
@@ -125,7 +146,7 @@ def _names_of_engines(part: Graph, node: Node, tables: Tables) -> list[list[str]
     """Return the names of slow engines for a part, for each width it may have."""
     bits = _bits(part, node)
     groups = f", {_GROUPS}" if is_of_groups(class_of(part, tables)) else ""
-    each = [bits] if bits else _WIDTHS
+    each = [bits] if bits and not is_unlike_all(part) else _WIDTHS
     return [engines_names(f"{node.kind}, {one}{groups}") for one in each]
 
 

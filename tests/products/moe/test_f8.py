@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests products in groups and experts in f8 against float64 of rounded operands."""
+"""Tests products in groups in f8 against float64 of rounded operands."""
 
 import functools
 from typing import Any
@@ -8,14 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jax_cudnn import f8, moe, ragged_dot
-from jax_cudnn.flax import linen
-from jax_cudnn.flax.nnx import MixtureOfExperts
-from tests.common.devices import mesh_of
-from tests.products.moe import truth
-from tests.products.moe.truth import mixture
+from jax_cudnn import f8, ragged_dot
+from tests.products.shared import block_scaled
 from tests.products.shared.f8_dense import ROUNDS_TWICE
 from tests.products.shared.grouped import grouped
 
@@ -111,6 +106,72 @@ def test_tangents_and_second_derivatives_are_those_of_rounded_operands() -> None
     _assert_close(along, want, 1e-5)
 
 
+_BLOCKS = {"MXFP8": f8.MXFP8(), "NVFP4": f8.NVFP4()}
+
+
+def _in_blocks(x: Any, name: str) -> np.ndarray:
+    """Return what the copy of an array stands for, with blocks along its last axis."""
+    x = np.asarray(x, np.float64)
+    return block_scaled.rounded(x.reshape(-1, x.shape[-1]), name).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", list(_BLOCKS))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_blocks_lie_along_what_is_summed_over(name: str, dtype: Any) -> None:
+    """Of sizes that blocks do not fill; the gradient of w reads the product's rows."""
+    recipe, rounded = _BLOCKS[name], functools.partial(_in_blocks, name=name)
+    x, w, bias, grad = _problem(jnp.bfloat16)
+    x, grad = x.astype(dtype), (grad * 256).astype(dtype)
+    w = w.astype(jnp.bfloat16).astype(jnp.float32)
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        y, back = jax.vjp(
+            lambda x, w: f8.ragged_dot(x, w, _SIZES, bias=bias, recipe=recipe), x, w
+        )
+        return y, *back(grad)
+
+    read, cotangent = (each.at[_READ:].set(0) for each in (x, grad))
+    rows = rounded(read)
+    turned = rounded(np.swapaxes(w, 1, 2))
+    forward = grouped(rows, np.swapaxes(turned, 1, 2), _SIZES, bias)
+    narrow = grouped(rows, rounded(w), _SIZES, cotangent=rounded(cotangent))
+    wide = grouped(rows, w, _SIZES, cotangent=cotangent)
+    got = run(x, w)
+    assert [each.dtype for each in got] == [dtype, dtype, jnp.float32]
+    wanted = forward.output, narrow.rows, wide.matrices
+    for each, exact in zip(got, wanted, strict=True):
+        _assert_close(each, exact, 2**-7)
+    assert np.all(np.asarray(got[0][_READ:]) == 0)
+    assert np.all(np.asarray(got[1][_READ:]) == 0)
+
+
+@pytest.mark.parametrize("name", list(_BLOCKS))
+def test_derivatives_by_blocks_agree_with_those_of_rounded_operands(name: str) -> None:
+    x, w, _, _ = (each.at[_READ:].set(0) for each in _problem(jnp.float32))
+    rng = np.random.default_rng(1)
+    dx, dw, grad = (
+        jnp.asarray(rng.standard_normal(shape), "f4")
+        for shape in (x.shape, w.shape, (_ROWS, _N))
+    )
+    dx = dx.at[_READ:].set(0)
+    run = functools.partial(f8.ragged_dot, group_sizes=_SIZES, recipe=_BLOCKS[name])
+    _, along = jax.jit(lambda: jax.jvp(run, (x, w), (dx, dw)))()
+    rows = _in_blocks(x, name)
+    matrices = np.swapaxes(_in_blocks(np.swapaxes(w, 1, 2), name), 1, 2)
+    want = grouped(dx, matrices, _SIZES).output + grouped(rows, dw, _SIZES).output
+    _assert_close(along, want, 1e-5)
+
+    def gradients(x: jax.Array, w: jax.Array) -> Any:
+        return jax.vjp(run, x, w)[1](grad)
+
+    # The gradient by x is linear in w, that by w in x.
+    _, (by_x, by_w) = jax.jit(lambda: jax.jvp(gradients, (x, w), (dx, dw)))()
+    cotangent = _in_blocks(grad.at[_READ:].set(0), name)
+    _assert_close(by_x, grouped(rows, dw, _SIZES, cotangent=cotangent).rows, 1e-5)
+    _assert_close(by_w, grouped(dx, w, _SIZES, cotangent=grad).matrices, 1e-5)
+
+
 def test_sums_over_many_rows_of_f16_fit_weights_of_f32() -> None:
     x = jnp.full((4096, 16), 8.0, jnp.float16)
     w = jnp.full((2, 16, 16), 0.01, jnp.float32)
@@ -203,82 +264,3 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(error) as caught:
         f8.ragged_dot(**(given | changes))
     assert str(caught.value).startswith(f"f8.ragged_dot: {message}")
-
-
-# --- the mixture of experts -----------------------------------------------------------
-
-
-def _mixture(**sizes: int) -> dict[str, Any]:
-    """Arrays that f8 holds exactly, so that hidden layers alone are rounded."""
-    arrays = truth.drawn(3, **sizes)
-    del arrays["selection_bias"]
-    return {
-        name: x if name == "router_w" else jnp.round(x * 4) / 16
-        for name, x in arrays.items()
-    }
-
-
-def _loss(options: dict[str, Any], arrays: dict[str, Any]) -> Any:
-    y, _ = moe.layer(**arrays, **options)
-    return jnp.sum(jnp.sin(y)), y
-
-
-def test_experts_in_f8_are_near_those_of_float64() -> None:
-    arrays = _mixture(T=24, D=16, E=8, F=32, G=16)
-    run = jax.jit(
-        jax.value_and_grad(
-            functools.partial(_loss, {"top_k": 2, "recipe": f8.Current()}), has_aux=True
-        )
-    )
-    (_, got), gradients = run(arrays)
-    want = mixture(**arrays, top_k=2).output
-    error = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
-    # Hidden layers have 4 bits, so it is no product in more.
-    assert 1e-3 < error < 5e-2
-    plain = functools.partial(_loss, {"top_k": 2})
-    exact = jax.jit(jax.grad(plain, has_aux=True))(arrays)[0]
-    for name, x in gradients.items():
-        distance = np.linalg.norm(x - exact[name]) / np.linalg.norm(exact[name])
-        assert distance < 0.2, name
-
-
-def test_experts_in_f8_over_eight_devices_are_those_of_one() -> None:
-    """Each device has scales of its own, which are powers of two here."""
-    arrays = _mixture(T=16, D=16, E=8, F=32, G=16)
-    recipe = f8.Current(power_of_2=True)
-    options: dict[str, Any] = {"top_k": 2, "recipe": recipe}
-    _, want = jax.jit(functools.partial(_loss, options))(arrays)
-    axes = {"expert_axis": "expert", "batch_axis": "data", "tensor_axis": "tensor"}
-    mesh = mesh_of(data=2, expert=2, tensor=2)
-    run = jax.value_and_grad(
-        functools.partial(_loss, options | axes | {"mesh": mesh}), has_aux=True
-    )
-    (_, got), gradients = jax.jit(run)(arrays)
-    # Small numbers of the hidden layer are rounded by other scales.
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-3 * np.abs(want).max())
-    assert all(bool(jnp.all(jnp.isfinite(x))) for x in gradients.values())
-
-
-def test_layers_of_flax_take_the_recipe() -> None:
-    x = jnp.ones((5, 16)) / 3
-    layer = MixtureOfExperts(
-        16, 32, 4, 2, shared_features=16, recipe=f8.Current(), rngs=nnx.Rngs(0)
-    )
-    arrays = {name: getattr(layer, name)[...] for name in layer.parameter_names}
-    want, _ = moe.layer(x, **arrays, top_k=2, recipe=f8.Current())
-    np.testing.assert_array_equal(layer(x)[0], want)
-    other = linen.MixtureOfExperts(
-        32, 4, 2, shared_features=16, recipe=f8.Current()
-    ).apply({"params": arrays}, x)
-    np.testing.assert_array_equal(other[0], want)
-    with pytest.raises(TypeError, match=r"^MixtureOfExperts: recipe=Delayed"):
-        MixtureOfExperts(16, 32, 4, 2, recipe=f8.Delayed(), rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-
-
-def test_a_recipe_with_a_state_is_refused() -> None:
-    arrays = _mixture(T=4, D=16, E=4, F=16, G=16)
-    with pytest.raises(TypeError, match=r"^moe\.layer: recipe=Delayed.* is not f8\.C"):
-        moe.layer(**arrays, top_k=1, recipe=f8.Delayed())  # type: ignore[arg-type]
-    wide = {**arrays, "up_w": arrays["up_w"].astype(jnp.int32)}
-    with pytest.raises(TypeError, match=r"^moe\.layer: up_w is i32"):
-        moe.layer(**wide, top_k=1, recipe=f8.Current())

@@ -34,7 +34,7 @@ def draw_ragged_dot(draw: Draw, *, gradients: bool, most: int) -> Problem:
     k, n = (log_integer(draw, 1, 512) for _ in range(2))
     groups = 1 if draw.chance(0.08) else log_integer(draw, 2, _MOST_GROUPS)
     groups = max(1, min(groups, most // (k * n)))
-    sizes = _sizes(draw, m, groups)
+    sizes = draw_sizes(draw, m, groups)
     dtype = draw.one_of(FLOATS)
     preferred = "float32" if draw.chance(0.2) else dtype
     operands: dict[str, Any] = {
@@ -83,7 +83,7 @@ def draw_ragged_dot(draw: Draw, *, gradients: bool, most: int) -> Problem:
     )
 
 
-def _sizes(draw: Draw, m: int, groups: int) -> np.ndarray:
+def draw_sizes(draw: Draw, m: int, groups: int) -> np.ndarray:
     """Draw how many rows groups have; often they leave rows that are in none."""
     used = m if draw.chance(0.5) else draw.integer(0, m)
     cuts = np.sort(draw.rng.integers(0, used + 1, groups - 1))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One device's work in a mixture of experts, and what is static of it."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from jax_cudnn.ops.products.moe.routing import (
     check_selection_bias,
     route,
 )
+from jax_cudnn.ops.products.moe.states import States
 
 OP = "moe.layer"
 
@@ -93,9 +95,12 @@ def _is_bound(name: str) -> bool:
 
 
 def run(
-    settings: Settings, arrays: Mapping[str, jax.Array]
-) -> tuple[jax.Array, Auxiliary]:
-    """Return the result and the losses of one device's arrays."""
+    settings: Settings, arrays: Mapping[str, jax.Array], states: States
+) -> tuple[jax.Array, Auxiliary, States]:
+    """Return the result, the losses and the next states of one device's arrays.
+
+    The next states are as far as they are known forward, and those of all devices.
+    """
     devices = jax.lax.axis_size(settings.expert) if settings.expert else 1
     settings.check(arrays, devices)
     _check_types(arrays)
@@ -113,9 +118,11 @@ def run(
     )
     weights = Weights(*(arrays.get(name) for name in Weights._fields))  # type: ignore[arg-type]
     weights = _with_one_bias(weights, settings.tensor)
-    choices, kept = _choices(settings, tokens, routing.experts, weights, devices)
+    choices, kept, following = _choices(
+        settings, tokens, routing.experts, weights, devices, states
+    )
     total = weighted(choices, routing.weights, kept)
-    shared = run_shared(OP, tokens, weights, settings.how)
+    shared, others = run_shared(OP, tokens, weights, settings.how, states)
     if shared is not None:
         total += shared.astype(total.dtype)
     y = total.astype(choices.dtype)
@@ -127,7 +134,20 @@ def run(
         if axes := (*settings.expert, *settings.batch):
             dropped = jax.lax.pmean(dropped, axes)
         auxiliary = replace(auxiliary, dropped=dropped)
-    return y.reshape(x.shape), auxiliary
+    found = _of_all_devices({**following, **others}, settings)
+    return y.reshape(x.shape), auxiliary, found
+
+
+def _of_all_devices(states: States, settings: Settings) -> States:
+    """Return the largest of the devices' states: they differ by their newest amaxes."""
+    axes = (*settings.expert, *settings.batch, *settings.tensor)
+    known = {name: each for name, each in states.items() if each is not None}
+    largest = functools.partial(jax.lax.pmax, axis_name=axes)
+    return {
+        # The cotangent's is the one that was given.
+        name: state._replace(x=largest(state.x), w=largest(state.w)) if axes else state
+        for name, state in jax.lax.stop_gradient(known).items()
+    }
 
 
 def _check_types(arrays: Mapping[str, jax.Array]) -> None:
@@ -160,8 +180,12 @@ def _choices(
     experts: jax.Array,
     weights: Weights,
     devices: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Return what experts make of each choice (t, k, d), and which of them are kept."""
+    states: States,
+) -> tuple[jax.Array, jax.Array, States]:
+    """Return what experts make of each choice (t, k, d), and which of them are kept.
+
+    The last of the results are the products' next states.
+    """
     t, k = experts.shape
     count = devices * len(weights.up_w)
     capacity = settings.capacity(t * devices, count)
@@ -175,8 +199,8 @@ def _choices(
     permutation = permutation_of(experts, sizes[device], rows)
     source, target = permutation.source, permutation.target
 
-    def compute(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        return run_experts(OP, rows, sizes, weights, settings.how)
+    def compute(rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, States]:
+        return run_experts(OP, rows, sizes, weights, settings.how, states)
 
     if settings.expert:
         room = devices * t * k
@@ -184,12 +208,13 @@ def _choices(
             room = min(room, len(weights.up_w) * capacity)
         by_device = sizes.reshape(devices, devices, len(weights.up_w))
         exchange = Exchange(permutation, by_device, settings.expert)
-        y = compute(exchange.send(tokens, room), exchange.group_sizes)
+        y, following = compute(exchange.send(tokens, room), exchange.group_sizes)
         choices = exchange.bring_back(y)
     else:
-        y = compute(spread(tokens, source, target), permutation.group_sizes)
+        own = spread(tokens, source, target)
+        y, following = compute(own, permutation.group_sizes)
         choices = collect(y, source, target)
-    return choices, target < rows
+    return choices, target < rows, following
 
 
 def _kept(wanted: jax.Array, capacity: int | None) -> jax.Array:

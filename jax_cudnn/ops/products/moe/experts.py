@@ -2,6 +2,7 @@
 """The MLPs of experts over rows that lie expert by expert, and those that all share."""
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,12 +12,12 @@ from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import Precision, options
 from jax_cudnn.ops.common.callers import on_behalf_of
-from jax_cudnn.ops.common.f8_recipes import Current
-from jax_cudnn.ops.products.f8_dense import dense
+from jax_cudnn.ops.common.f8_recipes import DenseState, Recipe
 from jax_cudnn.ops.products.f8_groups import grouped_layers
-from jax_cudnn.ops.products.f8_products import operand
+from jax_cudnn.ops.products.f8_products import operand, products
 from jax_cudnn.ops.products.gated import gated_matmul
 from jax_cudnn.ops.products.matmul import matmul
+from jax_cudnn.ops.products.moe.states import States
 from jax_cudnn.ops.products.ragged_dot import ragged_dot
 
 
@@ -42,7 +43,7 @@ class Computing:
     precision: Precision
     implementation: Implementation | None
     plan: PlanOptions | None
-    recipe: Current | None = None
+    recipe: Recipe | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,23 +55,27 @@ class Computing:
         }
 
 
-def check_recipe(op: str, recipe: object) -> Current | None:
-    """Return a recipe without a state, or raise TypeError."""
-    if recipe is None or isinstance(recipe, Current):
-        return recipe
-    raise TypeError(
-        f"{op}: recipe={recipe!r} is not f8.Current() or None. Delayed scaling needs a "
-        "state, which a mixture of experts does not take: pass f8.Current(), or build "
-        "the layer from moe.permute, f8.ragged_dot and moe.unpermute."
-    )
-
-
 def run_experts(
-    op: str, rows: jax.Array, sizes: jax.Array, weights: Weights, how: Computing
-) -> jax.Array:
-    """Return each row's MLP by the expert of its group."""
+    op: str,
+    rows: jax.Array,
+    sizes: jax.Array,
+    weights: Weights,
+    how: Computing,
+    states: States,
+) -> tuple[jax.Array, States]:
+    """Return each row's MLP by the expert of its group, and the products' next states.
+
+    ``states`` are those of f8.
+    """
     if how.recipe is not None:
-        return _run_experts_in_f8(op, rows, sizes, weights, how)
+        recipe, call = how.recipe, options(op, how.implementation, how.plan)
+        names = ("gate", "up", "down")
+        biases = {f"{name}_w": getattr(weights, f"{name}_bias") for name in names}
+
+        def multiply(x: jax.Array, given: Given, known: Known) -> Products:
+            return grouped_layers(op, x, given, biases, sizes, known, recipe, call)
+
+        return _in_f8(op, rows, weights, how, states, "", multiply)
 
     def product(x: jax.Array, name: str, activation: Activation | None) -> jax.Array:
         words = {"lhs": "x", "rhs": f"{name}_w", "bias": f"{name}_bias"}
@@ -89,40 +94,23 @@ def run_experts(
     else:
         gates = product(rows, "gate", how.activation)
         hidden = gates * product(rows, "up", None)
-    return product(hidden, "down", None)
-
-
-def _run_experts_in_f8(
-    op: str, rows: jax.Array, sizes: jax.Array, weights: Weights, how: Computing
-) -> jax.Array:
-    assert how.recipe is not None
-    recipe, call = how.recipe, options(op, how.implementation, how.plan)
-
-    def products(x: jax.Array, *names: str) -> list[jax.Array]:
-        given = {n: operand(op, f"{n}_w", getattr(weights, f"{n}_w")) for n in names}
-        biases = {name: getattr(weights, f"{name}_bias") for name in names}
-        x, states = operand(op, "x", x), [None] * len(names)
-        return grouped_layers(op, x, given, biases, sizes, states, recipe, call)[0]
-
-    # Those that are not alone share their copy of the rows.
-    names = ("up",) if weights.gate_w is None else ("gate", "up")
-    first, *others = products(rows, *names)
-    hidden = first if how.activation is None else on_array(op, how.activation, first)
-    for value in others:
-        hidden = hidden * value
-    (y,) = products(hidden, "down")
-    return y
+    return product(hidden, "down", None), {}
 
 
 def run_shared(
-    op: str, x: jax.Array, weights: Weights, how: Computing
-) -> jax.Array | None:
-    """Return the MLP that all tokens share; None if there is none."""
+    op: str, x: jax.Array, weights: Weights, how: Computing, states: States
+) -> tuple[jax.Array | None, States]:
+    """Return the MLP that all tokens share, None if there is none, and states."""
     gate, up, down = weights.shared_gate_w, weights.shared_up_w, weights.shared_down_w
     if up is None or down is None:
-        return None
+        return None, {}
     if how.recipe is not None:
-        return _run_shared_in_f8(op, x, weights, how)
+        recipe, call = how.recipe, options(op, how.implementation, how.plan)
+
+        def in_f8(x: jax.Array, given: Given, known: Known) -> Products:
+            return products(op, x, given, {}, known, recipe, ((1,), (0,)), call)
+
+        return _in_f8(op, x, weights, how, states, "shared_", in_f8)
     multiply = functools.partial(matmul, **how.options)
     names = {"a": "x", "b": "shared_up_w", "gate": "shared_gate_w", "up": "shared_up_w"}
     if gate is None:
@@ -132,30 +120,40 @@ def run_shared(
         with on_behalf_of(op, "gated_matmul", **names):
             hidden = gated_matmul(x, gate, up, activation=how.activation, **how.options)
     with on_behalf_of(op, "matmul", a="x", b="shared_down_w"):
-        return multiply(hidden, down)
+        return multiply(hidden, down), {}
 
 
-def _run_shared_in_f8(
-    op: str, x: jax.Array, weights: Weights, how: Computing
-) -> jax.Array:
-    recipe, implementation, plan = how.recipe, how.implementation, how.plan
-    assert recipe is not None
+# What multiplies an operand in f8 by some weights, by one copy of it.
+Given = Mapping[str, jax.Array]
+Known = Sequence[DenseState | None]
+Products = tuple[list[jax.Array], list[DenseState | None]]
 
-    def product(x: jax.Array, name: str, activation: Activation | None) -> jax.Array:
-        w = getattr(weights, name)
-        with on_behalf_of(op, "f8.dense", w=name):
-            return dense(
-                x,
-                w,
-                recipe=recipe,
-                activation=activation,
-                implementation=implementation,
-                plan=plan,
-            )
 
-    if weights.shared_gate_w is None:
-        hidden = product(x, "shared_up_w", how.activation)
-    else:
-        hidden = product(x, "shared_gate_w", how.activation)
-        hidden = hidden * product(x, "shared_up_w", None)
-    return product(hidden, "shared_down_w", None)
+def _in_f8(
+    op: str,
+    x: jax.Array,
+    weights: Weights,
+    how: Computing,
+    states: States,
+    prefix: str,
+    multiply: Callable[[jax.Array, Given, Known], Products],
+) -> tuple[jax.Array, States]:
+    """Return an MLP of the weights whose names have a prefix, and the next states."""
+    following: dict[str, DenseState | None] = {}
+
+    def run(x: jax.Array, *names: str) -> list[jax.Array]:
+        names = tuple(f"{prefix}{name}_w" for name in names)
+        given = {name: operand(op, name, getattr(weights, name)) for name in names}
+        known = [states.get(name) for name in names]
+        found, after = multiply(operand(op, "x", x), given, known)
+        following.update(zip(names, after, strict=True))
+        return found
+
+    # Those that are not alone share their copy of x.
+    has_gate = getattr(weights, f"{prefix}gate_w") is not None
+    first, *others = run(x, "gate", "up") if has_gate else run(x, "up")
+    hidden = first if how.activation is None else on_array(op, how.activation, first)
+    for value in others:
+        hidden = hidden * value
+    (y,) = run(hidden, "down")
+    return y, following

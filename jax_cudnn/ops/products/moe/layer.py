@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
@@ -12,15 +13,21 @@ from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import (
     Precision,
     as_operand,
+    check_flag,
     check_number,
     options,
 )
-from jax_cudnn.ops.common.f8_recipes import Current
+from jax_cudnn.ops.common.f8_recipes import Recipe, check_recipe
 from jax_cudnn.ops.common.meshes import AxisName, mesh_of, names_in
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
-from jax_cudnn.ops.products.moe.experts import Computing, check_recipe
-from jax_cudnn.ops.products.moe.routing import Auxiliary, Rule, Scores
+from jax_cudnn.ops.products.moe.experts import Computing
+from jax_cudnn.ops.products.moe.routing import Rule, Scores
 from jax_cudnn.ops.products.moe.sharded import run_sharded
+from jax_cudnn.ops.products.moe.states import (
+    LayerState,
+    check_layer_state,
+    following_state,
+)
 
 
 def layer(
@@ -48,11 +55,13 @@ def layer(
     batch_axis: AxisName | None = None,
     tensor_axis: AxisName | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    recipe: Current | None = None,
+    recipe: Recipe | None = None,
+    state: LayerState | None = None,
+    return_state: bool = False,
     precision: Precision = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
-) -> tuple[jax.Array, Auxiliary]:
+) -> Any:
     r"""Return a mixture of experts: each token's weighted sum of its experts' MLPs.
 
     With the weights and experts of :func:`jax_cudnn.moe.router`,
@@ -71,9 +80,10 @@ def layer(
     dtype of the operands. The weighted sum is kept in f32 (f64 for f64) and rounded
     once.
 
-    A token's result follows from that token alone, but for the scales of f8, which
-    follow from all tokens of a device. NaN and infinities of one token
-    reach the auxiliary losses, but no other token. All of JAX's transformations apply.
+    A token's result follows from that token alone, except for the scales of
+    `f8.Current` and `f8.NVFP4`, which follow from all tokens of a device. NaN and
+    infinities of one token reach the auxiliary losses, but no other token. All of JAX's
+    transformations apply.
 
     Axis letters: t tokens (any number of axes), d width, e experts, f hidden width.
 
@@ -109,23 +119,30 @@ def layer(
         None: none.
       mesh: of whole arrays, with these axes. Default None: that of
         :func:`jax.set_mesh`.
-      recipe: `jax_cudnn.f8.Current()` has the products of all MLPs run in f8, as
-        :func:`jax_cudnn.f8.ragged_dot` and :func:`jax_cudnn.f8.dense` do; the router
-        stays as it is. Default None: in the operands' dtype.
+      recipe: one of :func:`jax_cudnn.f8.dense`, such as `f8.Current()`: the products of
+        all MLPs run in f8, as those of :func:`jax_cudnn.f8.ragged_dot` and
+        :func:`jax_cudnn.f8.dense`. The router stays as it is. Default None: in the
+        operands' dtype.
+      state: for `f8.Delayed`, of :func:`layer_state`. The gradient by it is the state
+        of the next step, as for :func:`jax_cudnn.f8.dense`. Default None.
+      return_state: whether to return the next state as well, as far as it is known
+        without the cotangents. Default False.
       precision: as for :func:`jax_cudnn.matmul`. Products in f8 have none.
       implementation: "auto", "cudnn" or "xla", of the experts' products, as for
         :func:`jax_cudnn.ragged_dot`. With "xla", the router's is XLA's, too.
       plan: likewise.
 
     Returns:
-      A pair of the result (..., d) and an :class:`Auxiliary`.
+      A pair of the result (..., d) and an :class:`Auxiliary`; with `return_state` also
+      the next state, as a third.
 
     Raises:
       ValueError: shapes that do not fit, or that the devices do not divide; axes that
         are not those of the mesh; a `capacity_factor` that is not positive; and as
         :func:`jax_cudnn.moe.router`.
-      TypeError: operands that are no floats, dtypes that JAX does not promote; another
-        recipe, or operands of other dtypes than bf16, f16 and f32 beside one; and as
+      TypeError: operands that are no floats, dtypes that JAX does not promote; no
+        recipe, a state where there is none or none where there must be, operands of
+        other dtypes than bf16, f16 and f32 beside a recipe; and as
         :func:`jax_cudnn.moe.router`.
       UnsupportedError, LibraryError: as :func:`jax_cudnn.ragged_dot`.
 
@@ -141,7 +158,9 @@ def layer(
       devices along expert_axis and r rows of a device's own, it has room for all n r
       rows, or with a capacity for no more than its experts take. Blocks take n r
       further rows. The capacity is that of the tokens along expert_axis: tokens along
-      batch_axis have capacities of their own. Losses are those of all tokens.
+      batch_axis have capacities of their own. Losses are those of all tokens. Each
+      device has scales of its own with `f8.Current` and `f8.NVFP4`. The gradient by
+      `state` is the sum over the devices, and `return_state` gives their largest.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -166,7 +185,7 @@ def layer(
             precision=precision,
             implementation=implementation,
             plan=plan,
-            recipe=check_recipe(OP, recipe),
+            recipe=None if recipe is None else check_recipe(OP, recipe),
         ),
         capacity_factor=None
         if capacity_factor is None
@@ -195,6 +214,7 @@ def layer(
         for name, value in given.items()
         if value is not None or name in _REQUIRED
     }
+    states = check_layer_state(OP, recipe, state, arrays)
     is_divided = settings.expert or settings.batch or settings.tensor
     if not is_divided and mesh is not None:
         raise ValueError(
@@ -202,8 +222,12 @@ def layer(
             "expert_axis, batch_axis and tensor_axis, or leave mesh out."
         )
     if not is_divided or settings.is_inside():
-        return run(settings, arrays)
-    return run_sharded(mesh_of(OP, mesh), settings, arrays)
+        y, auxiliary, found = run(settings, arrays, states)
+    else:
+        y, auxiliary, found = run_sharded(mesh_of(OP, mesh), settings, arrays, states)
+    if not check_flag(OP, "return_state", return_state):
+        return y, auxiliary
+    return y, auxiliary, None if state is None else following_state(state, found)
 
 
 _REQUIRED = frozenset({"x", "router_w", "up_w", "down_w"})

@@ -13,12 +13,16 @@ from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.common.meshes import check_axes, device_count, typed_part
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
 from jax_cudnn.ops.products.moe.routing import Auxiliary
+from jax_cudnn.ops.products.moe.states import States
 
 
 def run_sharded(
-    mesh: Mesh | AbstractMesh, settings: Settings, arrays: Mapping[str, jax.Array]
-) -> tuple[jax.Array, Auxiliary]:
-    """Return the result and the losses of whole arrays."""
+    mesh: Mesh | AbstractMesh,
+    settings: Settings,
+    arrays: Mapping[str, jax.Array],
+    states: States,
+) -> tuple[jax.Array, Auxiliary, States]:
+    """Return the result, the losses and the next states of whole arrays."""
     check_axes(
         OP,
         mesh,
@@ -31,7 +35,7 @@ def run_sharded(
     specs = {name: _spec(name, x.ndim, settings) for name, x in arrays.items()}
     for name, x in arrays.items():
         _check_sizes(mesh, name, x, specs[name])
-    return _program(mesh, tuple(specs.items()), settings)(*arrays.values())
+    return _program(mesh, tuple(specs.items()), settings)(states, *arrays.values())
 
 
 def _spec(name: str, rank: int, settings: Settings) -> P:
@@ -77,17 +81,26 @@ def _program(
 ) -> Any:
     names, in_specs = zip(*specs, strict=True)
 
-    def of_one_device(*arrays: jax.Array) -> tuple[jax.Array, Auxiliary]:
-        return run(settings, dict(zip(names, arrays, strict=True)))
+    def of_one_device(
+        states: States, *arrays: jax.Array
+    ) -> tuple[jax.Array, Auxiliary, States]:
+        return run(settings, dict(zip(names, arrays, strict=True)), states)
 
     sharded = jax.shard_map(
-        of_one_device, mesh=mesh, in_specs=in_specs, out_specs=(dict(specs)["x"], P())
+        of_one_device,
+        mesh=mesh,
+        # Gradients by the states are added up over the devices.
+        in_specs=(P(), *in_specs),
+        out_specs=(dict(specs)["x"], P(), P()),
     )
     if AxisType.Explicit not in mesh.axis_types:
         return jax.jit(sharded)
 
-    def moved(*arrays: jax.Array) -> tuple[jax.Array, Auxiliary]:
+    def moved(
+        states: States, *arrays: jax.Array
+    ) -> tuple[jax.Array, Auxiliary, States]:
         shardings = (NamedSharding(mesh, typed_part(mesh, spec)) for spec in in_specs)
-        return sharded(*map(reshard, arrays, shardings))
+        states = reshard(states, NamedSharding(mesh, P()))
+        return sharded(states, *map(reshard, arrays, shardings))
 
     return jax.jit(moved)
