@@ -44,8 +44,9 @@ def _buckets(count: int, *, is_causal: bool) -> np.ndarray:
 
 def _relative_bias(kit: Any, w: Weights, size: _Translation, *, is_causal: bool) -> Any:
     """Return a learned bias (1, h, s, s), which all layers of a stack share."""
-    buckets = kit.constant(_buckets(size.context, is_causal=is_causal))
-    return kit.bias(kit.embed(w.table(32, size.heads), buckets))
+    # Not a lookup: XLA adds up its gradient by atomics, 8192 and more to a number.
+    chosen = np.eye(32, dtype=np.float32)[_buckets(size.context, is_causal=is_causal)]
+    return kit.bias(kit.dense(kit.constant(chosen), w.product(32, size.heads)))
 
 
 def _t5_attention(
