@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <string>
 
+#include "candidates/plan_request.h"
 #include "fuzzing.h"
 #include "graph/graph_spec.h"
 #include "plans/plan_record.h"
-#include "candidates/plan_request.h"
 
 namespace jax_cudnn {
 namespace {

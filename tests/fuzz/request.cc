@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "fuzzing.h"
 #include "candidates/plan_request.h"
+#include "fuzzing.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace jax_cudnn;  // NOLINT(google-build-using-namespace)

@@ -140,7 +140,11 @@ class Norm(NamedTuple):
         """Return what the call returns, given all of it in its shapes."""
         output = sharded_where_free(output, total)
         if self.activation is not None:
-            wide = output.astype(accumulator(self.dtype))
+            wide = output
+            if self.activation == "relu" or self.dtype != jnp.bfloat16:
+                # In f16, products within an activation may overflow. relu's mask is
+                # smaller than what its gradient would be computed from again.
+                wide = output.astype(accumulator(self.dtype))
             output = on_array(self.op, self.activation, wide)
             output = output.astype(self.dtype)
         more = [] if self.residual is None else [total]
