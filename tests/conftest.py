@@ -4,8 +4,10 @@
 import functools
 import gc
 import os
+import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import hypothesis
@@ -20,6 +22,9 @@ from tests.common.gpuless import harness
 from tests.common.without_rules import without_rules
 
 __all__ = ["without_rules"]
+
+# What the benchmarks define for tests, too, is found after all that is installed.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Tests, and the processes that they start, see no plans and choices of other runs.
 os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
