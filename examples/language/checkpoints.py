@@ -15,6 +15,9 @@ from typing import Any
 
 from language.training import TrainState
 
+# Settings that came later, and what runs without them had.
+_LATER = {"reduce_dtype": "f32"}
+
 
 class Checkpoints:
     """The states of a run in a folder, written by orbax while training goes on."""
@@ -33,7 +36,7 @@ class Checkpoints:
             if differing := [
                 f"{name} was {kept.get(name)} and is {value}"
                 for name, value in recorded.items()
-                if kept.get(name) != value
+                if kept.get(name, _LATER.get(name)) != value
             ]:
                 sys.exit(
                     f"{folder} holds a run with other settings: {'; '.join(differing)}."

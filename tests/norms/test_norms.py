@@ -108,6 +108,25 @@ def test_an_activation_follows(call: Call) -> None:
     assert narrow.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "silu", "softplus"])
+def test_activations_in_bf16_are_exact_where_they_cancel(activation: str) -> None:
+    shift = jnp.linspace(-4, 4, 64, dtype=jnp.bfloat16)
+    zeros, ones = jnp.zeros((1, 64), jnp.bfloat16), jnp.ones(64, jnp.bfloat16)
+
+    def run(shift: jax.Array) -> jax.Array:
+        x, scale = (y.astype(shift.dtype) for y in (zeros, ones))
+        return jax_cudnn.layer_norm(x, scale, shift, activation=activation)[0]
+
+    def slopes(shift: jax.Array) -> jax.Array:
+        return jax.grad(lambda shift: run(shift).astype(jnp.float32).sum())(shift)
+
+    # silu is computed in bf16, as in plain JAX, and so is its gradient.
+    for function in (run,) if activation == "silu" else (run, slopes):
+        narrow, wide = function(shift), function(shift.astype(jnp.float32))
+        error = jnp.abs(narrow.astype(jnp.float32) - wide)
+        assert jnp.all(error <= 2.0**-6 * jnp.maximum(jnp.abs(wide), 1e-3))
+
+
 @_EACH
 @pytest.mark.parametrize("implementation", ["xla", "cudnn", "auto"])
 def test_every_implementation_is_the_reference_on_a_cpu(

@@ -91,7 +91,7 @@ def test_a_gate_of_all_batch_entries(draw: Draw) -> None:
     assert_close(gated, jax.nn.silu(a @ gate)[None] * (a @ up))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "float8_e4m3fn"])
 def test_narrow_products_are_activated_before_they_are_rounded(dtype: str) -> None:
     a = jnp.full((4, 16), 12, dtype)
     gate, up = jnp.full((16, 8), -4, dtype), jnp.full((16, 8), 0.0625, dtype)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_cudnn.graph import GraphWriter
 from jax_cudnn.ops.common.arguments import describe
@@ -150,6 +151,19 @@ def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:
     result = function(x)
     check_result(op, result, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return result
+
+
+def gate_dtype(own: np.dtype, activation: Activation | None, asked: object) -> object:
+    """Return the dtype of a gate whose product has one of its own, as it was asked for.
+
+    Of 8 bits, too little would be left of the gate. An activation of integers has
+    integers as results only where it is none, relu, or a function of the caller's.
+    """
+    of_integers = activation is None or activation in ("relu", "relu6")
+    is_rounded = not (of_integers or callable(activation))
+    if own.itemsize == 1 or (np.issubdtype(own, np.integer) and is_rounded):
+        return jnp.float32
+    return asked
 
 
 def is_weak_after(activation: Activation | None, x: jax.Array) -> bool:

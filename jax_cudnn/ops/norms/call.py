@@ -35,6 +35,8 @@ from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.reference import norms as reference
 from jax_cudnn.reference.dtypes import dtype_name, saturated
 
+_IN_BF16 = ("silu", "swish")
+
 
 class Norm(NamedTuple):
     """A call of a norm, its arguments checked.
@@ -141,9 +143,9 @@ class Norm(NamedTuple):
         output = sharded_where_free(output, total)
         if self.activation is not None:
             wide = output
-            if self.activation == "relu" or self.dtype != jnp.bfloat16:
-                # In f16, products within an activation may overflow. relu's mask is
-                # smaller than what its gradient would be computed from again.
+            # silu is as exact in bf16 as its operand, and XLA then keeps no array in
+            # f32 for its gradient. gelu cancels, and f16 overflows within it.
+            if self.activation not in _IN_BF16 or self.dtype != jnp.bfloat16:
                 wide = output.astype(accumulator(self.dtype))
             output = on_array(self.op, self.activation, wide)
             output = output.astype(self.dtype)

@@ -100,8 +100,8 @@ def layer_norm(
       residual: added to x before it is normalised; x's shape. The sum is returned as
         well, rounded to the dtype to which both promote. Where scale and bias have that
         dtype, cuDNN's kernel adds it. Default None.
-      activation: as for :func:`jax_cudnn.conv`; it is computed from the output,
-        in f32, and in bf16 where the output is bf16 and it is not "relu".
+      activation: as for :func:`jax_cudnn.conv`; it is computed in f32 from the
+        output, but silu of bf16 in bf16, as in plain JAX.
         Default None: none.
       preferred_element_type: dtype of the output: bf16, f16, f32 or f64. Default None:
         x's.

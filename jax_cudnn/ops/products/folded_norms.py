@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.common.arguments import as_operand, describe, refused_by_jax
+from jax_cudnn.ops.norms.call import check_epsilon
 from jax_cudnn.ops.products.conv_arguments import three_layouts
 
 
@@ -57,8 +58,10 @@ def fold_batch_norm(
       The filters, of rhs's dtype and layout, and the bias, (o,), in f32 (f64 for f64).
 
     Raises:
-      TypeError: an array is not of floats, or `dimension_numbers` are no layout.
-      ValueError: an array has not one number for each out channel.
+      TypeError: an array is not of floats, `epsilon` is no Python number, or
+        `dimension_numbers` are no layout.
+      ValueError: an array has not one number for each out channel, `epsilon` is
+        negative or not finite, or rhs has fewer than two axes.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
@@ -71,13 +74,19 @@ def fold_batch_norm(
       (2, 6, 6, 16)
     """
     w = _floats("rhs", rhs)
+    if w.ndim < 2:
+        raise ValueError(
+            f"fold_batch_norm: rhs is {describe(w)}. It must be the filters of a "
+            "convolution, with an axis of channels out and one of channels in."
+        )
+    epsilon = check_epsilon("fold_batch_norm", epsilon)
     layouts = three_layouts("fold_batch_norm", dimension_numbers)
     axis = _out_axis(w, layouts)
     wide = jnp.dtype(jnp.float64 if w.dtype == jnp.float64 else jnp.float32)
     size = w.shape[axis]
 
-    def each(name: str, value: ArrayLike | None, default: float) -> jax.Array:
-        if value is None:
+    def each(name: str, value: Any, default: float | None = None) -> jax.Array:
+        if value is None and default is not None:
             return jnp.full((size,), default, wide)
         array = _floats(name, value)
         if array.shape != (size,):
@@ -88,9 +97,9 @@ def fold_batch_norm(
             )
         return array.astype(wide)
 
-    spread = each("var", var, 1) + jnp.asarray(epsilon, wide)
+    spread = each("var", var) + jnp.asarray(epsilon, wide)
     factor = each("scale", scale, 1) * jax.lax.rsqrt(spread)
-    shift = each("conv_bias", conv_bias, 0) - each("mean", mean, 0)
+    shift = each("conv_bias", conv_bias, 0) - each("mean", mean)
     along = [size if i == axis else 1 for i in range(w.ndim)]
     filters = w.astype(wide) * jnp.reshape(factor, along)
     return filters.astype(w.dtype), shift * factor + each("bias", bias, 0)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.graph import DTypeName
 from jax_cudnn.graph.rules import broadcasts_to
-from jax_cudnn.ops.common.activations import Activation, Fused, resolve
+from jax_cudnn.ops.common.activations import Activation, Fused, gate_dtype, resolve
 from jax_cudnn.ops.common.arguments import (
     FLOATS,
     Precision,
@@ -106,8 +106,7 @@ def gated_matmul(
         within = _fused(activation, shape, sums)
     # No array has the activation then, and gradients need the two products alone.
     first = activation if within is None else None
-    # Of 8 bits, too little would be left of the gate.
-    dtype = jnp.float32 if own.itemsize == 1 else preferred_element_type
+    dtype = gate_dtype(own, activation, preferred_element_type)
     gates = product("gate", gate, gate_bias, dtype, activation=first)
     _check_alike(gate, up, shape, full)
     return product(

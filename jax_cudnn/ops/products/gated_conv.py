@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.common.activations import Activation, Fused, resolve
+from jax_cudnn.ops.common.activations import Activation, Fused, gate_dtype, resolve
 from jax_cudnn.ops.common.arguments import (
     FLOATS,
     Precision,
@@ -125,6 +124,8 @@ def gated_conv(
         name: str, w: jax.Array, bias: ArrayLike | None, dtype: object, **epilogue: Any
     ) -> jax.Array:
         words = {"rhs": name, "bias": f"{name}_bias", "scale_out": "the gate"}
+        if name == "up":
+            words["activation"] = "up_activation"
         with on_behalf_of("gated_conv", "conv", **words):
             around = Epilogue.of("conv", bias=bias, **epilogue)
             return conv_with(x, w, given, around, dtype, call)
@@ -135,8 +136,7 @@ def gated_conv(
     within = _within(problem, own, activation, up_activation)
     # No array has the activation then, and gradients need both convolutions alone.
     first = activation if within is None else None
-    # Of 8 bits, too little would be left of the gate.
-    dtype = jnp.float32 if own.itemsize == 1 else preferred_element_type
+    dtype = gate_dtype(own, activation, preferred_element_type)
     gates = convolved("gate", gate, gate_bias, dtype, activation=first)
     return convolved(
         "up",
@@ -171,6 +171,9 @@ def _within(
     like = jax.ShapeDtypeStruct(shape, jax_dtype(sums_dtype(rounded, operands)))
     found = resolve("gated_conv", activation, like)
     is_alone = up_activation is None
-    other = None if is_alone else resolve("gated_conv", up_activation, like)
+    other = None
+    if up_activation is not None:
+        with on_behalf_of("gated_conv", "gated_conv", activation="up_activation"):
+            other = resolve("gated_conv", up_activation, like)
     is_within = is_alone or isinstance(other, Fused)
     return found if is_within and isinstance(found, Fused) else None

@@ -134,6 +134,21 @@ def test_integers_are_activated_before_they_are_rounded() -> None:
     assert not found.any()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
+def test_the_gate_of_integers_is_no_integer(dtype: str) -> None:
+    x = jnp.arange(1, 5).astype(dtype)
+    one, ten = jnp.ones((1, 1, 1), dtype), jnp.full((1, 1, 1), 10, dtype)
+    found = jax_cudnn.gated_conv(
+        x[None, :, None],
+        one,
+        ten,
+        dimension_numbers="NWC",
+    )
+    want = 10 * np.arange(1, 5) / (1 + np.exp(-np.arange(1.0, 5)))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.ravel(), np.trunc(want))
+
+
 _X, _W = jnp.ones((2, 9, 8)), jnp.ones((3, 8, 16))
 
 
@@ -157,7 +172,12 @@ _X, _W = jnp.ones((2, 9, 8)), jnp.ones((3, 8, 16))
             {"gate": _W.astype(jnp.bfloat16)},
         ),
         (ValueError, "activation='gulu'", {"activation": "gulu"}),
-        (ValueError, "activation='gulu'", {"up_activation": "gulu"}),
+        (ValueError, "up_activation='gulu'", {"up_activation": "gulu"}),
+        (
+            TypeError,
+            "up_activation is int",
+            {"up_activation": 3, "activation": None},
+        ),
     ],
 )
 def test_messages_name_its_own_arguments(
@@ -259,6 +279,14 @@ def test_folding_keeps_the_dtype_of_filters_and_differentiates() -> None:
             {"dimension_numbers": "HW"},
         ),
         (TypeError, "must have len equal", {"dimension_numbers": "NHWC"}),
+        (TypeError, "mean is None", {"mean": None}),
+        (TypeError, "epsilon is NoneType", {"epsilon": None}),
+        (ValueError, "epsilon=-2.0. It must be finite", {"epsilon": -2.0}),
+        (
+            ValueError,
+            "rhs is f32[]. It must be the filters of a convolution",
+            {"rhs": jnp.ones(())},
+        ),
     ],
 )
 def test_messages_of_folding(
