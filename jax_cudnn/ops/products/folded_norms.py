@@ -105,7 +105,7 @@ def fold_batch_norm(
     return filters.astype(w.dtype), shift * factor + each("bias", bias, 0)
 
 
-def _floats(name: str, value: ArrayLike) -> jax.Array:
+def _floats(name: str, value: Any) -> jax.Array:
     array = as_operand("fold_batch_norm", name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
