@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import jax
@@ -10,6 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_cudnn.lowering.sharding.array_types import (
+    explicit_spec,
+    gathered_along,
+    is_explicitly_sharded,
+    typed_as,
+)
 from jax_cudnn.ops.common.arguments import as_operand, describe
 from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.parallel.axes import axis_size
@@ -58,10 +65,13 @@ def to_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
     shape = array.shape
     size = shape[axis] // (2 * count)
     split = (*shape[:axis], 2, count, size, *shape[axis + 1 :])
-    halves = jnp.reshape(array, split)
-    first, second = (jax.lax.index_in_dim(halves, i, axis, False) for i in (0, 1))
-    pairs = jnp.stack([first, jnp.flip(second, axis)], axis + 1)
-    return jnp.reshape(pairs, shape)
+
+    def paired(array: jax.Array) -> jax.Array:
+        halves = jnp.reshape(array, split)
+        first, second = (jax.lax.index_in_dim(halves, i, axis, False) for i in (0, 1))
+        return jnp.stack([first, jnp.flip(second, axis)], axis + 1)
+
+    return _rearranged(array, axis, paired)
 
 
 def from_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
@@ -73,10 +83,15 @@ def from_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
     shape = array.shape
     size = shape[axis] // (2 * count)
     split = (*shape[:axis], count, 2, size, *shape[axis + 1 :])
-    pairs = jnp.reshape(array, split)
-    first, second = (jax.lax.index_in_dim(pairs, i, axis + 1, False) for i in (0, 1))
-    halves = jnp.stack([first, jnp.flip(second, axis)], axis)
-    return jnp.reshape(halves, shape)
+
+    def halved(array: jax.Array) -> jax.Array:
+        pairs = jnp.reshape(array, split)
+        first, second = (
+            jax.lax.index_in_dim(pairs, i, axis + 1, False) for i in (0, 1)
+        )
+        return jnp.stack([first, jnp.flip(second, axis)], axis)
+
+    return _rearranged(array, axis, halved)
 
 
 def to_striped(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
@@ -121,8 +136,21 @@ def _transposed(x: jax.Array, axis: int, rows: int) -> jax.Array:
     """Return an array of which an axis is taken for a matrix of rows, transposed."""
     shape = x.shape
     columns = shape[axis] // rows if rows else 0
-    matrix = jnp.reshape(x, (*shape[:axis], rows, columns, *shape[axis + 1 :]))
-    return jnp.reshape(jnp.swapaxes(matrix, axis, axis + 1), shape)
+    split = (*shape[:axis], rows, columns, *shape[axis + 1 :])
+    return _rearranged(
+        x, axis, lambda x: jnp.swapaxes(jnp.reshape(x, split), axis, axis + 1)
+    )
+
+
+def _rearranged(
+    x: jax.Array, axis: int, move: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Return an array whose tokens were moved, sharded in its type as it was.
+
+    Each device may need tokens of all others: they are gathered before they are moved.
+    """
+    moved = jnp.reshape(move(gathered_along(x, [axis])), x.shape)
+    return typed_as(moved, explicit_spec(x), [x]) if is_explicitly_sharded(x) else moved
 
 
 def ordered(x: jax.Array, count: int, order: Order, axis: int = 1) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from jax_cudnn import sdpa
@@ -210,6 +211,25 @@ def test_orders_have_gradients_and_vmap(draw: Draw, to: Any, back: Any) -> None:
     np.testing.assert_array_equal(got, to(x, 2))
     gradient = jax.grad(lambda y: jnp.sum(to(y, 2) * x))(x)
     np.testing.assert_array_equal(gradient, back(x, 2))
+
+
+@pytest.mark.parametrize(
+    ("to", "back"), [(to_zigzag, from_zigzag), (to_striped, from_striped)]
+)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_orders_keep_explicit_shardings(to: Any, back: Any, is_jitted: bool) -> None:
+    shape = (2, 2)
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh(shape, ("b", "s"), (AxisType.Explicit,) * 2, devices=devices)
+    sharding = NamedSharding(mesh, PartitionSpec("b", "s", None))
+    x = np.arange(2 * 8 * 3).reshape(2, 8, 3)
+    wrap = jax.jit if is_jitted else lambda f: f
+    got = wrap(lambda x: to(x, 2))(jax.device_put(x, sharding))
+    assert jax.typeof(got).sharding.spec == sharding.spec
+    np.testing.assert_array_equal(got, to(x, 2))
+    again = wrap(lambda x: back(x, 2))(got)
+    assert jax.typeof(again).sharding.spec == sharding.spec
+    np.testing.assert_array_equal(again, x)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ scale that is wider than x (9.19 and 9.27), and XLA fuses it with what is around
 call. A residual is the kernel's in the norms of rows, and XLA's in the others.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from jax_cudnn.ops.common.arguments import (
     FLOATS,
     as_operand,
     check_dtype,
+    check_epsilon,
     check_flag,
     describe,
     options,
@@ -35,6 +35,7 @@ from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.reference import norms as reference
 from jax_cudnn.reference.dtypes import dtype_name, saturated
 
+# Activations that are computed in bf16 for bf16 arrays.
 _IN_BF16 = ("silu", "swish")
 
 
@@ -157,22 +158,6 @@ class Norm(NamedTuple):
 def accumulator(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a norm of elements of a dtype is computed."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def check_epsilon(op: str, value: float) -> float:
-    """Return epsilon, or raise what is wrong with it."""
-    if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"{op}: epsilon is {type(value).__name__}. It must be a Python number, "
-            "since it is part of the compiled program. Pass a float such as 1e-6."
-        )
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(
-            f"{op}: epsilon={number}. It must be finite, and 0 or more: it is added to "
-            "a variance. Pass a small number such as 1e-6."
-        )
-    return number
 
 
 def check_axes(

@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.common.arguments import as_operand, describe, refused_by_jax
-from jax_cudnn.ops.norms.call import check_epsilon
+from jax_cudnn.ops.common.arguments import (
+    as_operand,
+    check_epsilon,
+    describe,
+    refused_by_jax,
+)
 from jax_cudnn.ops.products.conv_arguments import three_layouts
 
 
