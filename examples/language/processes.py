@@ -66,9 +66,9 @@ def placed(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
 
-def whole(x: jax.Array) -> np.ndarray:
+def whole(x: jax.Array | np.ndarray) -> np.ndarray:
     """Return an array that is divided over the devices of all processes, to each."""
-    if x.is_fully_addressable or x.is_fully_replicated:
+    if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils
 

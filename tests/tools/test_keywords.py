@@ -88,7 +88,7 @@ def test_all_public_functions_and_layers_are_looked_at() -> None:
         *("Mask", "add_tokamax", "autotune", "cache_info", "calibrated", "compose"),
         *("doctor", "explain", "inspect", "save", "warmup", "F8State"),
         "SelectionBias",
-        *("DenseState", "GatedMlpState", "MXFP8", "NVFP4"),
+        *("DenseState", "GatedMlpState", "LayerState", "MXFP8", "NVFP4"),
     }
 
 
