@@ -22,16 +22,15 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from benchmarks.profiles import Event, events
+from benchmarks.profiles import Event, recorded
 from benchmarks.records import Row, gpu_of, kept_rows, renewed, write_records
 from benchmarks.report import environment, last_run_text
 from benchmarks.several_gpus import sent
@@ -160,14 +159,9 @@ def check(losses: list[float], others: list[float], *, f8: bool = False) -> floa
     return max(shares)
 
 
-def busy(call: Callable[[], Any]) -> dict[str, float]:
+def busy(contender: Contender) -> dict[str, float]:
     """Return for how many ms the first GPU computes, sends, and does either."""
-    jax.block_until_ready(call())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        found = list(events(file, "/device:GPU:0"))
+    found = recorded(contender, 1, "/device:GPU:0")
     sends = [event for event in found if "nccl" in event.name]
     computes = [event for event in found if "nccl" not in event.name]
     groups = {"computes_ms": computes, "sends_ms": sends, "busy_ms": found}
@@ -207,14 +201,15 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
         check(losses[way.name], losses[PLAIN], f8=way.f8)
     state = State(programs[PLAIN], texts)
     builds = native.cache_stats().builds
+    contenders = {
+        name: Contender(
+            call=lambda program=program: state.step(program),
+            wait=jax.block_until_ready,
+        )
+        for name, program in programs.items()
+    }
     times = alternate(
-        {
-            name: Contender(
-                call=lambda program=program: state.step(program),
-                wait=jax.block_until_ready,
-            )
-            for name, program in programs.items()
-        },
+        contenders,
         rounds=options.rounds,
         round_ms=1000.0,
         least_calls=3,
@@ -240,7 +235,7 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
                 "compile_s": round(program.compile_s, 1),
                 "tuning_s": round(program.tuning_s, 1),
                 "collectives": program.collectives,
-                **(busy(lambda program=program: state.step(program)) if on_gpu else {}),
+                **(busy(contenders[name]) if on_gpu else {}),
                 "loss_share": round(
                     check(losses[name], losses[PLAIN], f8=program.way.f8), 6
                 ),

@@ -76,18 +76,20 @@ class Event(NamedTuple):
     start: float = 0.0
 
 
-def recorded(contender: Contender) -> list[Event]:
-    """Return what calls of a contender run on the GPU."""
+def recorded(
+    contender: Contender, count: int = _CALLS, device: str = "/device:GPU"
+) -> list[Event]:
+    """Return what calls of a contender run on GPUs whose names begin so."""
     contender.wait(contender.call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(_CALLS):
+            for _ in range(count):
                 contender.wait(contender.call())
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return list(events(file))
+        return list(events(file, device))
 
 
-def events(file: Path, device: str = "/device:GPU") -> Iterator[Event]:
+def events(file: Path, device: str) -> Iterator[Event]:
     """Yield what ran on GPUs whose names begin so, given the profiler's file."""
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         if not plane.name.startswith(device):

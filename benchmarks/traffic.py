@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-_BYTES = {
+# Of a number, by the dtype as HLO names it.
+BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2,
     "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
 }  # fmt: skip
@@ -70,7 +71,7 @@ def traffic(text: str) -> list[Sent]:
                         before,
                         count=before.count + times,
                         received=before.received
-                        + times * share * size * _BYTES.get(dtype, 0),
+                        + times * share * size * BYTES.get(dtype, 0),
                     )
     return [found[key] for key in sorted(found)]
 

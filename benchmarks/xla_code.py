@@ -29,6 +29,7 @@ import jax_cudnn.flax.linen
 from benchmarks import fusion_cells, norms, operation_cells
 from benchmarks.contest import BOTH, FORWARD, XLA, Cell, Operand, program
 from benchmarks.records import write_records
+from benchmarks.traffic import BYTES
 from jax_cudnn import offline, plans
 from jax_cudnn.config import Implementation
 
@@ -55,10 +56,6 @@ class Kernel:
     written: int
 
 
-_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2,
-    "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
-}  # fmt: skip
 _LINE = re.compile(
     r" +(?:ROOT )?(?P<name>%[\w.\-]+) = (?P<type>\([^=]*?\)|\S+) "
     r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)(?P<rest>.*)"
@@ -110,7 +107,7 @@ def _blocks(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
 def size(type_: str) -> int:
     """Return the bytes of an array, or of the arrays of a tuple."""
     return sum(
-        _BYTES.get(dtype, 0) * math.prod(map(int, dims.split(",") if dims else ()))
+        BYTES.get(dtype, 0) * math.prod(map(int, dims.split(",") if dims else ()))
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", type_)
     )
 
