@@ -6,7 +6,6 @@ In f64, as in test_legalize_fused.py.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -297,11 +296,9 @@ def test_auto_goes_by_what_was_measured(
     fewest: int,
     kept: list[tuple[str, str, int]],
     lost: list[tuple[str, int]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In each row of the table whose first way is clearly faster or slower."""
     # Last on the path, so that the package is the installed one.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(_ROOT)])
     from benchmarks import depthwise
     from benchmarks.conv_ways import named_op
 

@@ -4,7 +4,6 @@
 import importlib
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +29,8 @@ _ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script() -> ModuleType:
     """Import the script that judges the rules, which reads the benchmarks."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(_ROOT)])
     return importlib.import_module("scripts.judged_rules")
 
 

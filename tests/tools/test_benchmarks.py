@@ -37,10 +37,9 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", _MODULES)
-def test_it_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_imports(name: str) -> None:
     for package in ("flax", "optax", "matplotlib"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     importlib.import_module(name)
 
 
@@ -69,9 +68,8 @@ _UNTUNED = (
 )  # fmt: skip
 
 
-def test_models_without_a_test_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_a_test_are_none() -> None:
     pytest.importorskip("optax", reason="optax is not installed")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     every = importlib.import_module("benchmarks.models.every").every
     for small in (True, False):
         found = [model.name for model in every(small=small) if model.untuned_only]
@@ -80,12 +78,9 @@ def test_models_without_a_test_are_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", _UNTUNED)
-def test_a_model_has_the_loss_and_gradients_of_plain_jax(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_has_the_loss_and_gradients_of_plain_jax(name: str) -> None:
     """In f32, where both are the same up to the order of sums."""
     pytest.importorskip("optax", reason="optax is not installed")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     every, jax_steps, plain_kit, cudnn_kit = (
         importlib.import_module(f"benchmarks.models.{module}")
         for module in ("every", "jax_steps", "plain_kit", "cudnn_kit")
@@ -114,11 +109,8 @@ def test_a_model_has_the_loss_and_gradients_of_plain_jax(
             assert float(jnp.linalg.norm(own - its)) <= 1e-4 * least
 
 
-def test_parts_of_a_benchmark_of_models_are_put_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_benchmark_of_models_are_put_together(tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     main = importlib.import_module("benchmarks.models.__main__")
 
     def row(model: str, ms: float, **more: Any) -> dict[str, Any]:
@@ -147,7 +139,6 @@ def test_a_part_that_there_is_not_is_refused(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     main = importlib.import_module("benchmarks.models.__main__")
     monkeypatch.setattr(sys, "argv", ["models", f"--part={text}"])
     with pytest.raises(SystemExit):
@@ -237,10 +228,7 @@ def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
     assert "of an older script" not in page
 
 
-def test_parts_have_all_cells_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_parts_have_all_cells_once(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import contest_report, conv_report_cells
 
     cells = conv_report_cells.cells(small=True)
@@ -260,10 +248,7 @@ def test_parts_have_all_cells_once(
     assert "argument --part: invalid _part value: '3/3'" in capsys.readouterr().err
 
 
-def test_a_contender_that_fails_has_its_reason_and_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_a_contender_that_fails_has_its_reason_and_others_go_on() -> None:
     from benchmarks import contest, contest_report
 
     def refuses(x: Any) -> Any:
@@ -309,10 +294,7 @@ def test_a_contender_that_fails_has_its_reason_and_others_go_on(
 
 
 @pytest.mark.parametrize(("ratio", "told"), [(0.554, "met"), (0.556, "missed")])
-def test_a_goal_is_met_to_two_digits(
-    ratio: float, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_a_goal_is_met_to_two_digits(ratio: float, told: str) -> None:
     from benchmarks.contest_report import verdict
 
     assert verdict({"goal": 0.55, "ratio": ratio}) == f"≤ 0.55 {told}"
@@ -342,8 +324,7 @@ ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
 """
 
 
-def test_bytes_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_bytes_of_a_program() -> None:
     code = importlib.import_module("benchmarks.xla_code")
     assert code.kernels(_PROGRAM) == [
         code.Kernel(name=f"%{name}", op=op, read=read, written=written)
@@ -355,11 +336,8 @@ def test_bytes_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_workloads_whose_bytes_are_counted_have_the_same_shapes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workloads_whose_bytes_are_counted_have_the_same_shapes() -> None:
     """So they are all made, which needs no compiler for a GPU."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     pytest.importorskip("flax", reason="flax is not installed")
     code = importlib.import_module("benchmarks.xla_code")
     found = code.workloads()
@@ -374,10 +352,7 @@ def test_workloads_whose_bytes_are_counted_have_the_same_shapes(
         assert all(each == first for each in others), work.name
 
 
-def test_new_rows_replace_those_of_the_same_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_new_rows_replace_those_of_the_same_names() -> None:
     renewed = importlib.import_module("benchmarks.records").renewed
     texts = ["b train 1", "a infer 1", "a train 1", "a train 2"]
     rows = [dict(zip(("model", "what", "us"), x.split(), strict=True)) for x in texts]
@@ -391,7 +366,6 @@ def test_new_rows_replace_those_of_the_same_names(
 def test_rows_that_are_kept_say_their_driver_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     module = importlib.import_module("benchmarks.row_by_row")
 
     def run(us: int, *flags: str, **versions: str) -> dict[str, Any]:
@@ -439,9 +413,7 @@ def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
     assert f"| {product} | fwd, scaled after | xla |" in page
 
 
-def test_xla_forms_are_timed_beside_plain_jax(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_xla_forms_are_timed_beside_plain_jax(tmp_path: Path) -> None:
     only = "^(layer_norm 5|ragged_dot)"
     done = _run(
         "benchmarks.xla_forms", "--small", "--only", only, "--out", str(tmp_path)
@@ -456,7 +428,6 @@ def test_xla_forms_are_timed_beside_plain_jax(
     page = (tmp_path / "xla_forms.md").read_text()
     assert "| layer_norm | 5 x 40 |" in page
 
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     norm["forward"] |= {"us": 4.5, "plain_us": 3.0, "ratio": 1.5, "plain": "jnp.var"}
     norm["forward"] |= {"ratio_low": 1.4, "ratio_high": 1.75}
     for way, row in (
@@ -473,10 +444,7 @@ def test_xla_forms_are_timed_beside_plain_jax(
     assert "| layer_norm | 5 x 40 | 4.5 | 1.50 |" in page
 
 
-def test_xla_forms_have_the_results_of_plain_jax(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_xla_forms_have_the_results_of_plain_jax() -> None:
     cells = importlib.import_module("benchmarks.xla_form_cells")
     names = list(map(str, cells.workloads(small=False)))
     assert len({*names}) == len(names) > 40
@@ -490,10 +458,7 @@ def test_xla_forms_have_the_results_of_plain_jax(
         assert all(each == first for each in others), str(work)
 
 
-def test_small_attention_is_drawn_for_each_case(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def test_small_attention_is_drawn_for_each_case() -> None:
     benchmark = importlib.import_module("benchmarks.small_attention")
     calls = [call for _, call in benchmark.chosen(0, 2)]
     cases = [(call.has_gradients, benchmark.is_one(call)) for call in calls]

@@ -58,8 +58,7 @@ def _run(name: str, *arguments: str, devices: int) -> subprocess.CompletedProces
 
 
 @pytest.fixture
-def benchmark_module(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+def benchmark_module():
     return importlib.import_module("benchmarks.several_gpus")
 
 
@@ -148,8 +147,7 @@ def test_a_training_step_is_timed_beside_plain_jax(tmp_path):
     assert "| one GPU | 8 | plain JAX |" in (tmp_path / "train_gpt.md").read_text()
 
 
-def test_a_step_is_divided_in_every_way(benchmark_module):
-    del benchmark_module  # It finds the folder of the benchmarks.
+def test_a_step_is_divided_in_every_way():
     train_gpt = importlib.import_module("benchmarks.train_gpt")
     one, same, more, *others = train_gpt.ways(train_gpt.SIZES["tiny"])
     assert (one.mesh, one.batch) == ("1x1", 8)
@@ -191,8 +189,7 @@ def test_contenders_train_llama_on_one_state_in_turns(tmp_path, monkeypatch):
     assert len({line.count("|") for line in page.splitlines() if "|" in line}) == 1
 
 
-def test_losses_of_llama_that_differ_fail(benchmark_module):
-    del benchmark_module  # It finds the folder of the benchmarks.
+def test_losses_of_llama_that_differ_fail():
     llama = importlib.import_module("benchmarks.llama")
     assert llama.check([2.0, 1.01], [2.0, 1.0]) == pytest.approx(0.01)
     for losses in ([2.1, 1.0], [2.0, float("nan")]):
@@ -206,8 +203,7 @@ def test_losses_of_llama_that_differ_fail(benchmark_module):
             llama.check(losses, spikes[1], f8=True)
 
 
-def test_time_that_events_cover_is_counted_once(benchmark_module):
-    del benchmark_module  # It finds the folder of the benchmarks.
+def test_time_that_events_cover_is_counted_once():
     llama = importlib.import_module("benchmarks.llama")
     spans = [(5.0, 2.0), (0.0, 3.0), (1.0, 1.0), (6.0, 4.0)]
     events = [llama.Event("kernel", length, start) for start, length in spans]
