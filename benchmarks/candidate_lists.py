@@ -49,7 +49,7 @@ class _Kernel:
 
     def __init__(self, part: Graph, target: Target) -> None:
         self.part = part
-        self.legal = ranked(part, target)[0].legal
+        self.rewrite = ranked(part, target)[0].rewrite
         self.plans: dict[str, native.PlanInfo] = {}
         self.listed_ms: dict[str, float] = {}
         self._device = local_device()
@@ -57,7 +57,7 @@ class _Kernel:
 
     def prepare(self) -> None:
         """Build plans and compile what draws operands; may run in a thread."""
-        text, ordinal = to_json(self.legal.graph), self._device.local_hardware_id
+        text, ordinal = to_json(self.rewrite.graph), self._device.local_hardware_id
         for name, request in _REQUESTS.items():
             start = time.perf_counter()
             native.candidates(text, request=request, device=ordinal)
@@ -68,8 +68,8 @@ class _Kernel:
 
     def times(self) -> dict[str, float]:
         """Return the microseconds of each list's first plan."""
-        sets = [list(jax.jit(self.legal.before)(each)) for each in self._sets.draw()]
-        stopwatch = PlanStopwatch(self.legal.graph, sets, self._device)
+        sets = [list(jax.jit(self.rewrite.before)(each)) for each in self._sets.draw()]
+        stopwatch = PlanStopwatch(self.rewrite.graph, sets, self._device)
         by_name: dict[str, float] = {}
         for plan in self.plans.values():
             if plan.name not in by_name:

@@ -22,7 +22,7 @@ from benchmarks.conv_ways import (
 )
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.policy.nearest import LOSS
 
 _NAME = "conv_groups"
@@ -91,9 +91,9 @@ def cells(*, small: bool) -> list[Cell]:
     ]
 
 
-def _way_of(legal: Legal, first: Legal) -> str:
+def _way_of(rewrite: Rewrite, first: Rewrite) -> str:
     """Return the name of a way of writing a convolution; "" for another kernel."""
-    if not is_like(legal, first):
+    if not is_like(rewrite, first):
         return ""
     told = {
         "groups are merged into 1": "one group",
@@ -101,7 +101,7 @@ def _way_of(legal: Legal, first: Legal) -> str:
         "groups are padded": "padded",
         "the filters are flipped": "flipped",
     }
-    notes = [f"{note};" for note in legal.notes]
+    notes = [f"{note};" for note in rewrite.notes]
     for words, way in told.items():
         is_whole = ";" if way == "one group" else ""
         if any(words + is_whole in note for note in notes):

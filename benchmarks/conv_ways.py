@@ -28,7 +28,7 @@ from jax_cudnn.calibration.measuring import by_cudnn, by_xla
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_device, local_target
@@ -132,11 +132,11 @@ class _Kernel:
     """
 
     def __init__(
-        self, part: Graph, target: Target, way_of: Callable[[Legal, Legal], str]
+        self, part: Graph, target: Target, way_of: Callable[[Rewrite, Rewrite], str]
     ) -> None:
         self.part, self._target, self._way_of = part, target, way_of
         self._operands = OperandSets(part, local_device())
-        self.plans: dict[str, tuple[Legal, list[native.PlanInfo]]] = {}
+        self.plans: dict[str, tuple[Rewrite, list[native.PlanInfo]]] = {}
         self.programs: dict[str, Callable[..., Any]] = {}
         self.engines: dict[str, int] = {}
 
@@ -144,11 +144,11 @@ class _Kernel:
         """Build plans and compile programs; may run in a thread."""
         ways = ranked(self.part, self._target)
         for way in ways:
-            legal, name = way.legal, self._way_of(way.legal, ways[0].legal)
+            rewrite, name = way.rewrite, self._way_of(way.rewrite, ways[0].rewrite)
             if not name or name in self.plans:
                 continue
-            if built := first_plans(legal.graph, _PLANS, way.preference):
-                self.plans[name] = legal, built
+            if built := first_plans(rewrite.graph, _PLANS, way.preference):
+                self.plans[name] = rewrite, built
         self._operands.compile()
 
     def compile_xla(self) -> None:
@@ -161,9 +161,9 @@ class _Kernel:
         """Return the microseconds of everything."""
         sets = self._operands.draw()
         steps: dict[str, PartDecision] = {}
-        for way, (legal, plans) in self.plans.items():
-            changed = [list(jax.jit(legal.before)(each)) for each in sets]
-            stopwatch = PlanStopwatch(legal.graph, changed, local_device())
+        for way, (rewrite, plans) in self.plans.items():
+            changed = [list(jax.jit(rewrite.before)(each)) for each in sets]
+            stopwatch = PlanStopwatch(rewrite.graph, changed, local_device())
             first, best = plans[0], plans[0]
             fastest = stopwatch.time(first, samples=3).median_us
             for plan in plans[1:]:
@@ -174,7 +174,7 @@ class _Kernel:
                 self.engines[f"{way}, {kind}"] = plan.engine
                 steps[f"{way}, {kind}"] = PartDecision(
                     part=self.part,
-                    legal=legal,
+                    rewrite=rewrite,
                     plan=plan,
                     target=self._target,
                     request=plan.request,
@@ -201,24 +201,24 @@ class _Kernel:
             return compile_over_sets(run, self._operands.types)
 
 
-def is_rewritten(legal: Legal) -> bool:
+def is_rewritten(rewrite: Rewrite) -> bool:
     """Whether there are more channels, or places are taken in pairs."""
     told = ("is channels of", "taken in pairs")
-    return any(words in note for note in legal.notes for words in told)
+    return any(words in note for note in rewrite.notes for words in told)
 
 
-def is_merged(legal: Legal) -> bool:
+def is_merged(rewrite: Rewrite) -> bool:
     """Whether groups are merged."""
-    return any("are merged" in note for note in legal.notes)
+    return any("are merged" in note for note in rewrite.notes)
 
 
-def is_like(legal: Legal, first: Legal) -> bool:
+def is_like(rewrite: Rewrite, first: Rewrite) -> bool:
     """Whether as much is in the kernel as in that of the first way."""
-    return len(legal.graph.nodes) == len(first.graph.nodes)
+    return len(rewrite.graph.nodes) == len(first.graph.nodes)
 
 
-def _way_of(legal: Legal, first: Legal) -> str:
-    return _WAYS[is_rewritten(legal)] if is_like(legal, first) else ""
+def _way_of(rewrite: Rewrite, first: Rewrite) -> str:
+    return _WAYS[is_rewritten(rewrite)] if is_like(rewrite, first) else ""
 
 
 def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
@@ -229,13 +229,13 @@ def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         part
         for cell in found
         for part in cell.parts()
-        if any(map(is_rewritten, [way.legal for way in ranked(part, target[1])]))
+        if any(map(is_rewritten, [way.rewrite for way in ranked(part, target[1])]))
     ]
     yield from measured_ways(rewritten, _way_of)
 
 
 def measured_ways(
-    parts: Sequence[Graph], way_of: Callable[[Legal, Legal], str]
+    parts: Sequence[Graph], way_of: Callable[[Rewrite, Rewrite], str]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel, with its times in each way of writing it."""
     local = local_target()

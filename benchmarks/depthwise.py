@@ -22,7 +22,7 @@ from benchmarks.conv_ways import (
 )
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 
 _NAME = "depthwise"
 _WAYS = ("as it is", "rewritten", "merged")
@@ -81,12 +81,12 @@ def cells(*, small: bool) -> list[Cell]:
     ]
 
 
-def way_of(legal: Legal, first: Legal) -> str:
+def way_of(rewrite: Rewrite, first: Rewrite) -> str:
     """Return the name of a way of writing a convolution."""
     told = ("is a convolution to cuDNN", "the gradient is of windows")
-    is_rewritten = any(words in note for note in legal.notes for words in told)
-    name = "merged" if is_merged(legal) else _WAYS[is_rewritten]
-    return name if is_like(legal, first) else f"{name}, {_FUSED}"
+    is_rewritten = any(words in note for note in rewrite.notes for words in told)
+    name = "merged" if is_merged(rewrite) else _WAYS[is_rewritten]
+    return name if is_like(rewrite, first) else f"{name}, {_FUSED}"
 
 
 def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:

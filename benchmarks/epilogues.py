@@ -59,10 +59,11 @@ class _Case:
 
         A graph with another activation in the place of its own is legal as well.
         """
-        placed = ranked(self.part, target)[0].legal.graph
+        placed = ranked(self.part, target)[0].rewrite.graph
         own = _with_mode(placed, self.place, mode)
         (written, *_) = [
-            way.legal for way in ranked(_with_mode(self.part, self.place, mode), target)
+            way.rewrite
+            for way in ranked(_with_mode(self.part, self.place, mode), target)
         ]
         found = {"node": own}
         if len(written.graph.nodes) != len(own.nodes):

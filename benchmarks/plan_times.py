@@ -100,7 +100,7 @@ def _graphs(workload: Workload) -> list[str]:
     found: dict[str, None] = {}
     for traced in traced_graphs(value_and_grads, *operands):
         for part in traced.parts:
-            for candidate in (way.legal for way in ranked(part, local[1])[:1]):
+            for candidate in (way.rewrite for way in ranked(part, local[1])[:1]):
                 if any(map(is_anchor, candidate.graph.nodes)):
                     found[to_json(candidate.graph)] = None
     return list(found)

@@ -58,11 +58,11 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
                 choice = measure(part, traced.options, target)
                 if not choice.plan:
                     continue
-                legal = rewritten_as(
+                rewrite = rewritten_as(
                     part, legalize(part, target), target, choice.rewritten
                 )
-                assert legal is not None, "it was measured just now"
-                again = time_candidates_of(part, legal)
+                assert rewrite is not None, "it was measured just now"
+                again = time_candidates_of(part, rewrite)
                 times = {
                     each.candidate.request: each.time.median_us
                     for each in again

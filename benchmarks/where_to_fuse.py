@@ -233,9 +233,9 @@ def _measure_weights() -> Iterator[tuple[str, float]]:
         tuned = measure_part(part, options, local[1])
         assert tuned.xla_us is not None
         assert tuned.cudnn_us is not None
-        legal = ranked(part, local[1])[0].legal
-        plan = native.plan(to_json(legal.graph))
-        step = PartDecision(part=part, legal=legal, plan=plan, target=local[1])
+        rewrite = ranked(part, local[1])[0].rewrite
+        plan = native.plan(to_json(rewrite.graph))
+        step = PartDecision(part=part, rewrite=rewrite, plan=plan, target=local[1])
 
         def first(*xs: jax.Array, step: PartDecision = step) -> Sequence[jax.Array]:
             return run_cudnn(step, xs)

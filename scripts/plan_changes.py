@@ -43,7 +43,7 @@ def record(gpu: str, count: int) -> dict[str, Any]:
         if len(rows) == count:
             break
         (way, *_) = ranked(candidate.part, named.target)
-        listed = named.candidates(to_json(way.legal.graph))
+        listed = named.candidates(to_json(way.rewrite.graph))
         rows.append(
             {
                 "family": family_of(candidate.kernel.name),

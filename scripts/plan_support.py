@@ -148,11 +148,13 @@ def _answer(function: Any, operands: Any, gpu: NamedGpu, ending: str) -> Answer:
                 steps.append(decide_part(part, gpu, traced.options))
     if not steps:
         raise RuntimeError("no kernel was asked for")
-    refused = [step for step in steps if step.legal is None]
+    refused = [step for step in steps if step.rewrite is None]
     if refused:
         remarks = (reason for step in refused for reason in _reasons(step.attempts))
     else:
-        remarks = (note for step in steps if step.legal for note in step.legal.notes)
+        remarks = (
+            note for step in steps if step.rewrite for note in step.rewrite.notes
+        )
     return {"planned": not refused, "remarks": _distinct(remarks)}
 
 

@@ -82,7 +82,7 @@ def _kernels_of(call: Call, target: Target, seen: set[Graph]) -> Iterator[Candid
             continue
         seen.add(part)
         ways = ranked(part, target)
-        kernel = measured_as(part, ways[0].legal, target) if ways else None
+        kernel = measured_as(part, ways[0].rewrite, target) if ways else None
         if kernel is not None:
             yield Candidate(part, kernel)
 

@@ -15,7 +15,7 @@ from jax_cudnn import native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, label, operand_text, to_json
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.lowering import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import LocalGpu, local_device
@@ -67,19 +67,19 @@ class Kernel:
         """Return the first way that cuDNN plans, with cuDNN's own first plan."""
         for way in ranked(self.part, self._gpu.target):
             try:
-                plan = self._gpu.plan(to_json(way.legal.graph))
+                plan = self._gpu.plan(to_json(way.rewrite.graph))
             except UnsupportedError:
                 continue
             return PartDecision(
-                part=self.part, legal=way.legal, plan=plan, target=self._gpu.target
+                part=self.part, rewrite=way.rewrite, plan=plan, target=self._gpu.target
             )
         return None
 
     def _plan_others(self, step: PartDecision) -> None:
         """Plan the first plan of each engine, and the kernels of the first one's."""
-        assert step.legal is not None
+        assert step.rewrite is not None
         assert step.plan is not None
-        text, first = to_json(step.legal.graph), step.plan
+        text, first = to_json(step.rewrite.graph), step.plan
         most = (10**6, 10**6) if self._is_thorough else (_FEW_ENGINES, _FEW_KERNELS)
         for each in self._gpu.candidates(text):
             if each.refusal or not each.request:
@@ -100,15 +100,15 @@ class Kernel:
     def measured(self) -> dict[str, Any] | None:
         """Return what was measured, None where cuDNN has no plan."""
         step = self.step
-        if step is None or step.legal is None or step.plan is None:
+        if step is None or step.rewrite is None or step.plan is None:
             return None
         sets = self._operands.draw()
         times = _in_turns(self.programs, sets)
         ratio = statistics.median(
             x / y for x, y in zip(times["cudnn"], times["xla"], strict=True)
         )
-        changed = [list(jax.jit(step.legal.before)(each)) for each in sets]
-        stopwatch = PlanStopwatch(step.legal.graph, changed, local_device())
+        changed = [list(jax.jit(step.rewrite.before)(each)) for each in sets]
+        stopwatch = PlanStopwatch(step.rewrite.graph, changed, local_device())
         first_us = stopwatch.time(step.plan, samples=3).median_us
 
         def to_first(plan: native.PlanInfo) -> float:
@@ -116,7 +116,7 @@ class Kernel:
             look = stopwatch.time(plan, samples=3, enough_us=enough).median_us
             return _rounded(look / first_us)
 
-        row = named(self.part, step.legal, self._gpu)
+        row = named(self.part, step.rewrite, self._gpu)
         if row is None:
             return None
         return {
@@ -151,9 +151,9 @@ def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_xla(part, operands, Options())
 
 
-def named(part: Graph, legal: Legal, gpu: LocalGpu) -> dict[str, Any] | None:
+def named(part: Graph, rewrite: Rewrite, gpu: LocalGpu) -> dict[str, Any] | None:
     """Return what tells a kernel from others, and its class; None if it has none."""
-    like = measured_as(part, legal, gpu.target)
+    like = measured_as(part, rewrite, gpu.target)
     if like is None:
         return None
     sizes = (like.rows, like.columns, like.depth, like.work)

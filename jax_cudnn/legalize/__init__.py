@@ -14,7 +14,7 @@ from jax_cudnn import limits
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import pooling
 from jax_cudnn.legalize.attention import cached, f8, sdpa
-from jax_cudnn.legalize.common.legalization import ADVICE, Legal, Legalization, Rule
+from jax_cudnn.legalize.common.legalization import ADVICE, Legalization, Rewrite, Rule
 from jax_cudnn.legalize.norms import rows as norm_rows
 from jax_cudnn.legalize.partition import partition, subgraph
 from jax_cudnn.legalize.products import (
@@ -24,7 +24,7 @@ from jax_cudnn.legalize.products import (
     grouped_matmul,
 )
 
-__all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
+__all__ = ["Legalization", "Rewrite", "legalize", "partition", "subgraph"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {

@@ -73,7 +73,7 @@ def run_step(
     """Return the part's results by whoever runs it."""
     if step.contender:
         return run_contender(step, operands)
-    if step.legal is None:
+    if step.rewrite is None:
         return run_xla(step.part, operands, options)
     return run_cudnn(step, operands)
 
@@ -156,14 +156,14 @@ def _read_by_sums(graph: Graph) -> dict[str, Keep]:
 
 def run_cudnn(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Return the part's results by cuDNN, with the array work before and after it."""
-    assert step.legal is not None, "XLA runs the others"
-    run = _run_cudnn if step.legal.usual is None else _run_shared
+    assert step.rewrite is not None, "XLA runs the others"
+    run = _run_cudnn if step.rewrite.usual is None else _run_shared
     return run(step, *operands)
 
 
 def _run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
-    assert step.legal is not None
-    return step.legal.run(functools.partial(_launch, step), operands)
+    assert step.rewrite is not None
+    return step.rewrite.run(functools.partial(_launch, step), operands)
 
 
 # A step with two ways is long. A program has it once, for all of its calls.
@@ -176,14 +176,14 @@ def _launch(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.A
     With a plan, its workspace is a last, dropped result, unless the launch waits for
     the device: then it must not be captured.
     """
-    assert step.legal is not None
-    graph = step.legal.graph
+    assert step.rewrite is not None
+    graph = step.rewrite.graph
     results = [
         jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
         for t in graph.output_tensors
     ]
     name = native.TARGET_SCRATCH
-    if step.plan is not None and not step.legal.waits:
+    if step.plan is not None and not step.rewrite.waits:
         name = native.TARGET_CAPTURED
         results.append(jax.ShapeDtypeStruct((step.plan.workspace_bytes,), jnp.uint8))
     call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(name, results)

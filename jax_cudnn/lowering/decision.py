@@ -27,8 +27,8 @@ from jax_cudnn.graph import (
     to_json,
 )
 from jax_cudnn.legalize import (
-    Legal,
     Legalization,
+    Rewrite,
     legalize,
     partition,
 )
@@ -73,7 +73,7 @@ class Attempt:
 class PartDecision:
     """A part of a graph, with who runs it and why.
 
-    ``legal`` is None where XLA runs it, for the ``reasons`` of the ``attempts`` that
+    ``rewrite`` is None where XLA runs it, for the ``reasons`` of the ``attempts`` that
     failed. ``plan`` and the ``target`` that it is for are None where no GPU was there
     to plan for: the plan is then made on the machine that runs. ``request`` is what the
     compiled program asks for: a pinned plan (a measured one, or any for a GPU
@@ -84,7 +84,7 @@ class PartDecision:
     """
 
     part: Graph
-    legal: Legal | None = None
+    rewrite: Rewrite | None = None
     plan: PlanInfo | None = None
     target: Target | None = None
     request: str = ""
@@ -103,7 +103,7 @@ class PartDecision:
     @property
     def runs_on(self) -> str:
         """The implementation: "cudnn", "xla", or a contender's name and version."""
-        return self.contender or ("xla" if self.legal is None else "cudnn")
+        return self.contender or ("xla" if self.rewrite is None else "cudnn")
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -223,18 +223,18 @@ def decide_part(
         way = "before cuDNN is asked"
         attempts.append(Attempt(way=way, reasons=legalization.reasons))
     for ranked in rank(part, legalization.candidates, target):
-        legal = ranked.legal
-        way = "; ".join(legal.notes) or "as one kernel"
-        is_rounded = options.exact_dtypes and legal.rounds_sums
+        rewrite = ranked.rewrite
+        way = "; ".join(rewrite.notes) or "as one kernel"
+        is_rounded = options.exact_dtypes and rewrite.rounds_sums
         is_free = gpu is not None and gpu.is_here and not request and not is_rounded
         if ranked.by_cublaslt and is_free:
             assert gpu is not None
             by_cublaslt = f"{way}, by cuBLASLt"
-            plan = _planned(legal, ranked.asked, gpu, by_cublaslt, attempts)
+            plan = _planned(rewrite, ranked.asked, gpu, by_cublaslt, attempts)
             if plan is not None and plan.engine == CUBLASLT_ENGINE:
                 return PartDecision(
                     part=part,
-                    legal=legal,
+                    rewrite=rewrite,
                     plan=plan,
                     target=target,
                     # The program may run where cuBLASLt has no such plan.
@@ -254,7 +254,7 @@ def decide_part(
             continue
         plan, asked = None, request or ranked.preference
         if gpu is not None:
-            plan = _planned(legal, asked, gpu, way, attempts)
+            plan = _planned(rewrite, asked, gpu, way, attempts)
             if plan is None:
                 continue
             if is_auto and not request and ranked.is_slow_by(plan.engine):
@@ -265,7 +265,7 @@ def decide_part(
                 continue
         return PartDecision(
             part=part,
-            legal=legal,
+            rewrite=rewrite,
             plan=plan,
             target=target,
             request=_pin(plan, gpu) or asked,
@@ -282,11 +282,11 @@ def decide_part(
 
 
 def _planned(
-    legal: Legal, request: str, gpu: Gpu, way: str, attempts: list[Attempt]
+    rewrite: Rewrite, request: str, gpu: Gpu, way: str, attempts: list[Attempt]
 ) -> PlanInfo | None:
     """Return the plan of a request; None, and the reasons among attempts, without."""
     try:
-        return gpu.plan(to_json(legal.graph), request)
+        return gpu.plan(to_json(rewrite.graph), request)
     except UnsupportedError as error:
         reasons = error.reasons or (error.summary,)
         attempts.append(Attempt(way=way, reasons=reasons))
@@ -339,18 +339,18 @@ def _pinned(
     options: Options,
 ) -> PartDecision | None:
     """Return the step with the measured plan, unless it is stale or not allowed."""
-    legal = rewritten_as(part, legalization, gpu.target, measured.rewritten)
-    if legal is None:
+    rewrite = rewritten_as(part, legalization, gpu.target, measured.rewritten)
+    if rewrite is None:
         _say_stale_once(summary(part), "this release rewrites the graph otherwise")
         return None
-    if options.exact_dtypes and legal.rounds_sums:
+    if options.exact_dtypes and rewrite.rounds_sums:
         return None
     if is_by_place(measured.plan) and not gpu.is_here:
         told = "its plan is pinned by its place in the list of a GPU that is here"
         _say_stale_once(summary(part), told)
         return None
     try:
-        json = to_json(legal.graph)
+        json = to_json(rewrite.graph)
         if not _allows(options, gpu, json, measured.plan):
             return None
         plan = gpu.plan(json, measured.plan)
@@ -366,7 +366,7 @@ def _pinned(
         return None
     return PartDecision(
         part=part,
-        legal=legal,
+        rewrite=rewrite,
         plan=plan,
         target=gpu.target,
         request=measured.plan,
@@ -376,14 +376,14 @@ def _pinned(
 
 def rewritten_as(
     part: Graph, legalization: Legalization, target: Target, digest: str
-) -> Legal | None:
+) -> Rewrite | None:
     """Return the way to write a part with that digest; without one, the first way."""
     if not digest:
         ways = rank(part, legalization.candidates, target)
-        return ways[0].legal if ways else None
-    for legal in legalization.candidates:
-        if digest == choices.digest_of(legal.graph):
-            return legal
+        return ways[0].rewrite if ways else None
+    for rewrite in legalization.candidates:
+        if digest == choices.digest_of(rewrite.graph):
+            return rewrite
     return None
 
 

@@ -31,7 +31,7 @@ _State = TypeVar("_State")
 _First = int | jax.Array
 
 
-class Places(NamedTuple):
+class TokenPositions(NamedTuple):
     """The positions of the tokens at hand, as far as they matter.
 
     ``positions`` are those in the sequence. ``ends`` (b, sequences, 1, 1) is how many
@@ -54,7 +54,7 @@ class Keys(NamedTuple):
     key: jax.Array
     value: jax.Array
     first: _First
-    places: Places
+    places: TokenPositions
     is_own: bool = True
 
 
@@ -117,7 +117,7 @@ def attend_step(
     problem: Problem,
     step: Step,
     shares: Shares,
-    queries: Places,
+    queries: TokenPositions,
     keys: Keys,
     before: Partial | None,
 ) -> Partial:
@@ -146,7 +146,7 @@ def gradient_step(
     problem: Problem,
     step: Step,
     shares: Shares,
-    queries: Places,
+    queries: TokenPositions,
     keys: Keys,
     cotangents: Cotangents,
     before: Gradients,
@@ -194,7 +194,7 @@ class _Block:
     problem: Problem
     step: Step
     shares: Shares
-    queries: Places
+    queries: TokenPositions
     keys: Keys
 
     def attributes(self, call: Call) -> SdpaAttributes:
@@ -368,7 +368,7 @@ def _run(
 
 
 def _within(
-    kind: str, places: Places, first: _First, count: int
+    kind: str, places: TokenPositions, first: _First, count: int
 ) -> dict[str, jax.Array]:
     """Return lengths and starts of the sequences, cut to a call's tokens, by role."""
     if places.ends is None:

@@ -11,7 +11,7 @@ from jax_cudnn.parallel.blocks import (
     Cotangents,
     Keys,
     Partial,
-    Places,
+    TokenPositions,
     attend_step,
     gradient_step,
     no_gradients,
@@ -92,7 +92,7 @@ def _gathered(problem: Problem, shares: Shares) -> Keys:
         ends = starts + ends
     if needs_positions(shares):
         positions = jnp.arange(key.shape[1], dtype=jnp.int32)
-    places = Places(positions=positions, begins=starts, ends=ends)
+    places = TokenPositions(positions=positions, begins=starts, ends=ends)
     return Keys(key=key, value=value, first=0, places=places, is_own=False)
 
 

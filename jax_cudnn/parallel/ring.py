@@ -16,7 +16,7 @@ from jax_cudnn.parallel.blocks import (
     Gradients,
     Keys,
     Partial,
-    Places,
+    TokenPositions,
     attend_step,
     gradient_step,
     no_gradients,
@@ -92,7 +92,7 @@ def operand_gradients(shares: Shares, sums: Gradients) -> OperandGradients:
     return {role: x.astype(getattr(shares, role).dtype) for role, x in found.items()}
 
 
-def query_places(problem: Problem, shares: Shares) -> Places:
+def query_places(problem: Problem, shares: Shares) -> TokenPositions:
     """Return where this device's queries are, as far as that matters."""
     return _places(problem, shares, "query", problem.device)
 
@@ -103,7 +103,9 @@ def needs_positions(shares: Shares) -> bool:
     return predicates or shares.dropout_seed is not None
 
 
-def _places(problem: Problem, shares: Shares, kind: str, device: jax.Array) -> Places:
+def _places(
+    problem: Problem, shares: Shares, kind: str, device: jax.Array
+) -> TokenPositions:
     """Return where the queries or keys of a device are, as far as that matters."""
     size = getattr(shares, kind).shape[1]
     count, order = problem.count, problem.order
@@ -119,7 +121,7 @@ def _places(problem: Problem, shares: Shares, kind: str, device: jax.Array) -> P
         ends = before(lengths if starts is None else starts + lengths)
     if starts is not None:
         begins = before(starts)
-    return Places(positions=positions, begins=begins, ends=ends)
+    return TokenPositions(positions=positions, begins=begins, ends=ends)
 
 
 def _steps(problem: Problem, shares: Shares) -> tuple[Step, ...]:

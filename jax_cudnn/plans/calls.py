@@ -142,7 +142,7 @@ class Call(CallSummary):
         if not graphs and self.part:
             legalization = legalize(self.part, gpu.target)
             ranked = rank(self.part, legalization.candidates, gpu.target)
-            graphs = [each.legal.graph for each in ranked]
+            graphs = [each.rewrite.graph for each in ranked]
             reasons += legalization.reasons
         for graph in graphs:
             try:

@@ -230,14 +230,14 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
         return _call(
             part, count, implementation=step.contender, notes=(_FASTER, *remarks)
         )
-    if step.legal is not None and step.plan is not None:
+    if step.rewrite is not None and step.plan is not None:
         return _call(
             part,
             count,
             implementation="cudnn",
             plan=step.plan.name,
             workspace_bytes=step.plan.workspace_bytes,
-            notes=(*step.legal.notes, *remarks),
+            notes=(*step.rewrite.notes, *remarks),
             attempts=step.attempts,
         )
     if not any(map(is_anchor, part.nodes)):

@@ -171,10 +171,10 @@ def _call(
     direction: Direction | None,
     machine: _Machine,
 ) -> Call:
-    legal = step.legal
+    rewrite = step.rewrite
     measured = _measured(step.part, options, machine) if step.why == "tuned" else []
     only = measured[0] if len(measured) == 1 else None
-    reasons = step.reasons if legal is None else legal.notes
+    reasons = step.reasons if rewrite is None else rewrite.notes
     if options.remark and any(map(is_anchor, step.part.nodes)):
         reasons = (*reasons, options.remark)
     return Call(
@@ -188,7 +188,7 @@ def _call(
         by=step.by,
         allowed=options.plan.to_request(),
         part=step.part,
-        graph=None if legal is None else legal.graph,
+        graph=None if rewrite is None else rewrite.graph,
         request=step.request,
         device=machine.device,
         **_plan_fields(step.plan),

@@ -179,10 +179,10 @@ def _planned(
         name=lambda _: "",
     )
     return {
-        (to_json(step.legal.graph), step.request): step
+        (to_json(step.rewrite.graph), step.request): step
         for decision in decisions
         for step in decision.steps
-        if step.legal is not None
+        if step.rewrite is not None
     }
 
 

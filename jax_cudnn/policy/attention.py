@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax_cudnn.graph import Graph, SdpaAttributes, Tensor
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.policy.nearest import Kernel
 
 # Operands and results of attention with nothing but causality.
@@ -19,7 +19,7 @@ _GRADIENTS = frozenset(
 class Attention:
     """Attention of one node, as it is once packing and windows are written out."""
 
-    def __init__(self, part: Graph, way: Legal) -> None:
+    def __init__(self, part: Graph, way: Rewrite) -> None:
         graph = way.problem or part
         node = graph.sole_node()
         assert node is not None

@@ -2,14 +2,14 @@
 """The properties of norms that the tables' rows name."""
 
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.policy.nearest import Kernel
 
 
 class Norm:
     """A norm or its gradient, and a way to run it."""
 
-    def __init__(self, part: Graph, way: Legal, target: Target | None) -> None:
+    def __init__(self, part: Graph, way: Rewrite, target: Target | None) -> None:
         (node,), (emitted,) = part.nodes, way.graph.nodes
         self._part = part
         self._roles = {**dict(node.inputs), **dict(node.outputs)}

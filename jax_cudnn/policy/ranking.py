@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.native import cublaslt_preference
 from jax_cudnn.policy import evidence, products
 from jax_cudnn.policy.attention import Attention
@@ -31,7 +31,7 @@ class Ranked:
     the engines.
     """
 
-    legal: Legal
+    rewrite: Rewrite
     slower: str = ""
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class Ranked:
 
 
 def rank(
-    part: Graph, ways: Sequence[Legal], target: Target | None
+    part: Graph, ways: Sequence[Rewrite], target: Target | None
 ) -> tuple[Ranked, ...]:
     """Return the ways to run a part in the order in which they are tried.
 
@@ -76,8 +76,8 @@ def ranked(part: Graph, target: Target | None) -> tuple[Ranked, ...]:
 
 def _ranked(
     part: Graph,
-    way: Legal,
-    ways: Sequence[Legal],
+    way: Rewrite,
+    ways: Sequence[Rewrite],
     target: Target | None,
     tables: Tables,
 ) -> Ranked:
@@ -90,7 +90,7 @@ def _ranked(
     if found is None:
         row = table.row(of, properties)
         by = f"the rules {table.source(target)}" if table.says(of) else ""
-        found = Ranked(legal=way, by=by)
+        found = Ranked(rewrite=way, by=by)
         found = found if row is None else _by_row(row, way, target, table)
     contraction = products.contraction_of(part, way)
     if contraction is None:
@@ -129,7 +129,7 @@ def _with_cublaslt(ranked: Ranked, target: Target | None, tables: Tables) -> Ran
     It spares an array that XLA writes and reads again, on every GPU: so the nearest
     table decides for all of them.
     """
-    product = products.cublaslt_product(ranked.legal) if target is not None else None
+    product = products.cublaslt_product(ranked.rewrite) if target is not None else None
     if product is None:
         return ranked
     table = tables.about("cuBLASLt")
@@ -142,7 +142,7 @@ def _with_cublaslt(ranked: Ranked, target: Target | None, tables: Tables) -> Ran
     return replace(ranked, by_cublaslt=wanted, cublaslt_by=by)
 
 
-def measured_as(part: Graph, way: Legal, target: Target | None) -> Kernel | None:
+def measured_as(part: Graph, way: Rewrite, target: Target | None) -> Kernel | None:
     """Return the class and the sizes by which a part is judged; None if by rows."""
     tables = tables_for(target)
     _, properties = _properties(part, way, [way], target, tables)
@@ -150,7 +150,7 @@ def measured_as(part: Graph, way: Legal, target: Target | None) -> Kernel | None
     return point or products.measured_as(part, way, tables)
 
 
-def _point(part: Graph, way: Legal, properties: object) -> Kernel | None:
+def _point(part: Graph, way: Rewrite, properties: object) -> Kernel | None:
     """Return what a part of which rows speak is measured as, if it is."""
     if isinstance(properties, Norm | Attention):
         return properties.point
@@ -159,7 +159,7 @@ def _point(part: Graph, way: Legal, properties: object) -> Kernel | None:
 
 def _by_kernels(
     point: Kernel | None,
-    way: Legal,
+    way: Rewrite,
     target: Target | None,
     tables: Tables,
     last: Table | None,
@@ -170,10 +170,10 @@ def _by_kernels(
         return None
     slower = "" if verdict.is_faster else evidence.told(point, verdict)
     by = evidence.source(verdict, tables, target)
-    return Ranked(legal=way, slower=slower, by=by)
+    return Ranked(rewrite=way, slower=slower, by=by)
 
 
-def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked:
+def _by_row(row: Row, way: Rewrite, target: Target | None, table: Table) -> Ranked:
     """Return what a row says of a way.
 
     Its fast and preferred engines are others, or none, where it was not measured.
@@ -185,7 +185,7 @@ def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked
         row = replace(row, fast_engines=(), preferred="")
     by = f"a rule {table.source(target)}"
     return Ranked(
-        legal=way,
+        rewrite=way,
         slower=slower,
         slow_engines=(row.slow_engines if table.is_of_architecture(target) else ()),
         fast_engines=row.fast_engines,
@@ -197,8 +197,8 @@ def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked
 
 def _properties(
     part: Graph,
-    way: Legal,
-    ways: Sequence[Legal],
+    way: Rewrite,
+    ways: Sequence[Rewrite],
     target: Target | None,
     tables: Tables,
 ) -> tuple[str, object]:

@@ -13,7 +13,7 @@ import jax
 from jax_cudnn import native, policy
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.native import Candidate
 from jax_cudnn.progress import followed
 from jax_cudnn.tuning.stopwatch import Measurement, PlanStopwatch, draw_sets
@@ -41,30 +41,30 @@ def time_candidates(part: Graph, target: Target) -> list[Timed]:
     """
     for ranked in policy.ranked(part, target):
         try:
-            return time_candidates_of(part, ranked.legal)
+            return time_candidates_of(part, ranked.rewrite)
         except UnsupportedError:
             continue
     return []
 
 
-def time_candidates_of(part: Graph, legal: Legal) -> list[Timed]:
+def time_candidates_of(part: Graph, rewrite: Rewrite) -> list[Timed]:
     """Return the candidates for one way of rewriting a part, with their times.
 
     Raises:
       UnsupportedError: cuDNN has none.
     """
     device = jax.local_devices(backend="cuda")[0]
-    text, ordinal = to_json(legal.graph), device.local_hardware_id
-    return list(_times(part, legal, native.candidates(text, device=ordinal), device))
+    text, ordinal = to_json(rewrite.graph), device.local_hardware_id
+    return list(_times(part, rewrite, native.candidates(text, device=ordinal), device))
 
 
 def _times(
-    part: Graph, legal: Legal, listed: tuple[Candidate, ...], device: Any
+    part: Graph, rewrite: Rewrite, listed: tuple[Candidate, ...], device: Any
 ) -> Iterator[Timed]:
     sets = draw_sets(part, device)
-    changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
-    stopwatch = PlanStopwatch(legal.graph, changed, device)
-    text, ordinal = to_json(legal.graph), device.local_hardware_id
+    changed = [list(jax.jit(rewrite.before)(operands)) for operands in sets]
+    stopwatch = PlanStopwatch(rewrite.graph, changed, device)
+    text, ordinal = to_json(rewrite.graph), device.local_hardware_id
     for candidate in followed(
         listed, "Timing", count=len(listed), name=lambda each: each.name
     ):

@@ -289,16 +289,16 @@ class _Contest:
         request = self._options.plan.to_request()
         entrants: list[Entrant] = []
         for ranked in policy.ranked(self._part, self._target):
-            legal = ranked.legal
-            if self._options.exact_dtypes and legal.rounds_sums:
+            rewrite = ranked.rewrite
+            if self._options.exact_dtypes and rewrite.rounds_sums:
                 continue
-            text, asked = to_json(legal.graph), request or ranked.asked
+            text, asked = to_json(rewrite.graph), request or ranked.asked
             try:
                 listed = native.candidates(text, request=asked, device=ordinal)
             except UnsupportedError:
                 continue
             few = promising(listed, self._max_plans)
-            entrants.append(Entrant(legal=legal, text=text, listed=few))
+            entrants.append(Entrant(rewrite=rewrite, text=text, listed=few))
         return entrants
 
     def _build(self, entrant: Entrant, request: str) -> native.PlanInfo | None:
@@ -427,7 +427,7 @@ class _Contest:
             (
                 PartDecision(
                     part=self._part,
-                    legal=race.entrant.legal,
+                    rewrite=race.entrant.rewrite,
                     plan=plan,
                     target=self._target,
                     request=plan.request,
@@ -481,7 +481,7 @@ def _run_contender(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Arr
 
 
 def _digest_of(step: PartDecision) -> str:
-    return "" if step.legal is None else digest_of(step.legal.graph)
+    return "" if step.rewrite is None else digest_of(step.rewrite.graph)
 
 
 @contextmanager

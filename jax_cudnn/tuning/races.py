@@ -16,7 +16,7 @@ import jax
 
 from jax_cudnn import native
 from jax_cudnn.graph import label
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.tuning.stopwatch import PlanStopwatch, results_of
 
 _log = logging.getLogger("jax_cudnn")
@@ -40,7 +40,7 @@ _SAMPLES = 7
 class Entrant:
     """A rewrite of a part, and the plans of cuDNN's that may be built for it."""
 
-    legal: Legal
+    rewrite: Rewrite
     text: str
     listed: Sequence[native.Candidate]
 
@@ -53,7 +53,7 @@ class Entrant:
         self, *operands: jax.Array
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
         """Return the kernel's operands, and arrays for its results."""
-        return self.legal.before(operands), results_of(self.legal.graph)
+        return self.rewrite.before(operands), results_of(self.rewrite.graph)
 
 
 @dataclass(kw_only=True)
@@ -117,7 +117,7 @@ class Race:
             return
         start = time.monotonic()
         changed, results = zip(*(self.prepare(*each) for each in sets), strict=True)
-        graph = self.entrant.legal.graph
+        graph = self.entrant.rewrite.graph
         stopwatch = PlanStopwatch(graph, changed, device, results)
         ready = time.monotonic()
         for request, plan in plans.items():

@@ -157,9 +157,9 @@ def test_what_no_graph_holds_has_it_too() -> None:
 
 def test_only_its_gradient_is_xlas() -> None:
     forward = attention_graph(dtype="bf16", with_stats=True, with_max=True)
-    (legal,) = legalize(forward, _HOPPER).candidates
-    assert legal.notes == ()
-    assert set(legal.graph.outputs) == {"output", "max_logit", "sum_exp"}
+    (rewrite,) = legalize(forward, _HOPPER).candidates
+    assert rewrite.notes == ()
+    assert set(rewrite.graph.outputs) == {"output", "max_logit", "sum_exp"}
     note = (
         "the gradient of max_logit is computed by XLA: cuDNN has none; its memory "
         "grows with s*t"
@@ -174,9 +174,9 @@ def test_only_its_gradient_is_xlas() -> None:
             return pull(results)
 
         (_, _), (backward, _) = graphs(run, q)
-        (legal,) = legalize(backward, _HOPPER).candidates
-        assert legal.notes == notes
-        assert "grad_max_logit" not in legal.graph.inputs
+        (rewrite,) = legalize(backward, _HOPPER).candidates
+        assert rewrite.notes == notes
+        assert "grad_max_logit" not in rewrite.graph.inputs
 
 
 @pytest.mark.parametrize("flag", [None, 1, "yes"])

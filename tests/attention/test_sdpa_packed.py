@@ -29,7 +29,7 @@ from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.attention import packed as sdpa_packed
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.lowering import traced_graphs
 from tests.attention.shared.flash import flash
 from tests.attention.shared.packed import Rows, answer, graph_of, ragged
@@ -519,24 +519,26 @@ def _check_kernel(
         for each, xs in ((graph, operands), (backward.graph, of_gradient)):
             want = evaluate(each, xs)
             first, *others = legalize(each, _HOPPER).candidates
-            assert [n for legal in others for n in legal.notes if "become a mask" in n]
-            legal = others[0] if as_mask else first
-            assert from_json(to_json(legal.graph)) == legal.graph
-            changed = legal.before(xs)
-            for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
+            assert [
+                n for rewrite in others for n in rewrite.notes if "become a mask" in n
+            ]
+            rewrite = others[0] if as_mask else first
+            assert from_json(to_json(rewrite.graph)) == rewrite.graph
+            changed = rewrite.before(xs)
+            for tensor, x in zip(rewrite.graph.input_tensors, changed, strict=True):
                 assert x.shape == tensor.stored_shape, tensor
-            made = (flash if as_mask else ragged)(legal.graph, changed)
+            made = (flash if as_mask else ragged)(rewrite.graph, changed)
             for name, x, y in zip(
-                each.outputs, legal.after(xs, made), want, strict=True
+                each.outputs, rewrite.after(xs, made), want, strict=True
             ):
                 np.testing.assert_allclose(x, y, rtol=4e-5, atol=4e-5, err_msg=name)
             reads_stats = with_sinks and "stats" in each.inputs
             if not (as_mask or reads_stats or "grad_stats" in each.inputs):
                 # The reference knows what the offsets mean. It does not read what the
                 # spare columns hold for a kernel, nor the log-sum-exp with sinks.
-                again = evaluate(legal.graph, changed)
+                again = evaluate(rewrite.graph, changed)
                 for name, x, y in zip(
-                    each.outputs, legal.after(xs, again), want, strict=True
+                    each.outputs, rewrite.after(xs, again), want, strict=True
                 ):
                     np.testing.assert_allclose(x, y, rtol=4e-5, atol=4e-5, err_msg=name)
 
@@ -589,16 +591,18 @@ def test_other_sequences_are_a_mask_and_the_note_says_why(
     changes: dict[str, Any], target: Target, reason: str
 ) -> None:
     graph = graph_of(dataclasses.replace(_MIXED, **changes), "bf16")
-    (legal,) = legalize(graph, target).candidates
-    assert legal.graph.nodes[0].attributes == SdpaAttributes(scale=0.3, is_causal=False)
-    (note,) = legal.notes
+    (rewrite,) = legalize(graph, target).candidates
+    assert rewrite.graph.nodes[0].attributes == SdpaAttributes(
+        scale=0.3, is_causal=False
+    )
+    (note,) = rewrite.notes
     assert "the sequences of a row become a mask, in memory that grows with s*t" in note
     assert re.search(reason, note)
 
 
 def _legal_graphs(
     rows: Rows, target: Target, *, with_gradient: bool, with_lse: bool
-) -> list[Legal]:
+) -> list[Rewrite]:
     """Return the legal graphs of a call, or of the gradient alone."""
 
     def call(*x: Any) -> Any:
@@ -640,14 +644,14 @@ def test_gradients_of_large_heads_are_a_mask_before_9_19(
         assert "query_offsets" in found[0].graph.inputs
         return
     assert len(found) == len(others)
-    for legal in found:
-        assert "query_offsets" not in legal.graph.inputs
+    for rewrite in found:
+        assert "query_offsets" not in rewrite.graph.inputs
         assert (
             "the sequences of a row become a mask, in memory that grows with s*t: "
             "cuDNN "
             "9.14.0 computes wrong gradients of packed sequences with head sizes over "
             "128; 9.19 does not"
-        ) in legal.notes
+        ) in rewrite.notes
 
 
 def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
@@ -655,8 +659,8 @@ def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
     bias = Tensor(name="bias", dtype="bf16", dims=(1, 4, 11, 13), order=(0, 1, 2, 3))
     inputs = {tensor.name: tensor for tensor in graph.input_tensors} | {"bias": bias}
     attributes: Any = graph.nodes[0].attributes
-    (legal,) = legalize(sdpa_graph(inputs, attributes=attributes), _HOPPER).candidates
-    assert "cuDNN has no packed sequences with a bias" in legal.notes[0]
+    (rewrite,) = legalize(sdpa_graph(inputs, attributes=attributes), _HOPPER).candidates
+    assert "cuDNN has no packed sequences with a bias" in rewrite.notes[0]
 
 
 def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
@@ -669,12 +673,12 @@ def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
     (traced,) = traced_graphs(call, *operands)
     found = legalize(traced.graph, _HOPPER).candidates
     assert found
-    for legal in found:
+    for rewrite in found:
         assert (
             "the sequences of a row become a mask, in memory that grows with s*t: "
             "dropout "
             "depends on the positions in whole rows"
-        ) in legal.notes
+        ) in rewrite.notes
 
 
 def test_one_sequence_of_a_row_is_as_it_was() -> None:

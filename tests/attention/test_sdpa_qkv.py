@@ -298,9 +298,9 @@ def test_what_a_kernel_takes_otherwise_is_copied(
 ) -> None:
     x = _draw("bs3hd", jnp.bfloat16, **sizes)
     (graph, _), *_ = graphs(lambda x: qkv_sdpa(x, **options), x)
-    for legal in legalize(graph, _HOPPER).candidates:
-        assert "qkv" not in legal.graph.inputs
-        assert legal.notes[-1] == (
+    for rewrite in legalize(graph, _HOPPER).candidates:
+        assert "qkv" not in rewrite.graph.inputs
+        assert rewrite.notes[-1] == (
             "query, key and value are copied out of qkv: the kernel takes them in "
             "another form (padded, scaled or packed)"
         )
@@ -378,17 +378,19 @@ def test_legal_graphs_keep_the_meaning(
     for each, arrays in ((graph, operands), (backward.graph, given)):
         want = evaluate(each, arrays)
         candidates = legalize(each, _HOPPER).candidates
-        in_place = ["qkv" in legal.graph.inputs for legal in candidates]
+        in_place = ["qkv" in rewrite.graph.inputs for rewrite in candidates]
         is_taken = d == 8 and not (each is backward.graph and with_grad_stats)
         assert in_place.count(True) == (len(in_place) // 2 if is_taken else 0)
-        for legal in candidates:
+        for rewrite in candidates:
             with jax.disable_jit():
-                got = legal.after(arrays, _flash(legal.graph, legal.before(arrays)))
-                if legal.usual is not None:
-                    assert legal.usual.holds(arrays)
+                got = rewrite.after(
+                    arrays, _flash(rewrite.graph, rewrite.before(arrays))
+                )
+                if rewrite.usual is not None:
+                    assert rewrite.usual.holds(arrays)
             for name, x, y in zip(each.outputs, got, want, strict=True):
                 np.testing.assert_allclose(
-                    x, y, rtol=2e-5, atol=2e-5, err_msg=f"{name} {legal.notes}"
+                    x, y, rtol=2e-5, atol=2e-5, err_msg=f"{name} {rewrite.notes}"
                 )
 
 

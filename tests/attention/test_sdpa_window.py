@@ -150,15 +150,15 @@ def test_rewritten_graphs_give_what_windows_mean(
             by_role(backward, [given[name] for name in backward.inputs]), **options
         )
         operands = [jnp.asarray(given[name]) for name in forward.inputs]
-        for legal in legalize(forward, _HOPPER).candidates:
+        for rewrite in legalize(forward, _HOPPER).candidates:
             with jax.disable_jit():
-                results = legal.run(lambda x, g=legal.graph: flash(g, x), operands)
+                results = rewrite.run(lambda x, g=rewrite.graph: flash(g, x), operands)
             _check(forward, results, truth)
             given |= dict(zip(forward.outputs, map(np.asarray, results), strict=True))
         operands = [jnp.asarray(given[name]) for name in backward.inputs]
-        for legal in legalize(backward, _HOPPER).candidates:
+        for rewrite in legalize(backward, _HOPPER).candidates:
             with jax.disable_jit():
-                results = legal.run(lambda x, g=legal.graph: flash(g, x), operands)
+                results = rewrite.run(lambda x, g=rewrite.graph: flash(g, x), operands)
             _check(backward, results, truth)
 
 

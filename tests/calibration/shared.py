@@ -10,7 +10,7 @@ import pytest
 from jax_cudnn import cache
 from jax_cudnn.calibration import kept
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.policy import measured_as, ranked
 from jax_cudnn.policy.nearest import Kernel
 from tests.policy.answers import H100
@@ -56,9 +56,9 @@ def row(like: Kernel, ratio: float, number: int = 0, **fields: Any) -> dict[str,
     }
 
 
-def first_way(part: Graph, target: Target = H100) -> Legal:
+def first_way(part: Graph, target: Target = H100) -> Rewrite:
     """Return the way to run a part that is tried first."""
-    return ranked(part, target)[0].legal
+    return ranked(part, target)[0].rewrite
 
 
 def rows_like(part: Graph, ratio: float, count: int = 8) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class _Machine:
         self.batches.append(parts)
         self.now += 10.0
         for part in parts:
-            named = measuring.named(part, ranked(part, gpu.target)[0].legal, gpu)
+            named = measuring.named(part, ranked(part, gpu.target)[0].rewrite, gpu)
             assert named is not None
             yield {**_ROWS[0], **named, "ratio": 0.5}
 

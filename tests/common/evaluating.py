@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jax_cudnn import reference
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 
 evaluate = jax.jit(
     reference.evaluate,
@@ -22,10 +22,10 @@ evaluate = jax.jit(
 
 
 def evaluate_legal(
-    legal: Legal,
+    rewrite: Rewrite,
     operands: Sequence[jax.Array],
     kernel: Callable[[Sequence[jax.Array]], Any] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return what a rewritten graph gives, computed by the reference or a kernel."""
-    kernel = kernel or functools.partial(evaluate, legal.graph)
-    return jax.jit(functools.partial(legal.run, kernel))(operands)
+    kernel = kernel or functools.partial(evaluate, rewrite.graph)
+    return jax.jit(functools.partial(rewrite.run, kernel))(operands)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of, is_anchor
-from jax_cudnn.legalize import Legal, legalize, partition
+from jax_cudnn.legalize import Rewrite, legalize, partition
 from jax_cudnn.lowering import traced_graphs
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
@@ -56,7 +56,7 @@ def kernels_of(function: Callable[..., jax.Array], *operands: Any) -> dict[str, 
     return {node.kind: part for part in parts for node in part.nodes if is_anchor(node)}
 
 
-def run_way(way: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+def run_way(way: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
     changed = jax.jit(way.before)(operands)
     for tensor, x in zip(way.graph.input_tensors, changed, strict=True):
         assert tensor.stored_shape == x.shape, tensor
@@ -104,7 +104,7 @@ def check_ways(
 
 
 def check_bad_numbers(
-    part: Graph, target: Target | None, bad: float, stays: Callable[[Legal], bool]
+    part: Graph, target: Target | None, bad: float, stays: Callable[[Rewrite], bool]
 ) -> None:
     """Compare ways in which a number has to stay in its channel and windows."""
     operands = draw_arrays(part)

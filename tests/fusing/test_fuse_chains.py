@@ -241,14 +241,14 @@ def test_the_ways_of_a_kernel_with_its_sum_mean_the_same(
     ]
     wanted = evaluate(part, operands)
     candidates = legalize(part, H200).candidates
-    for legal in candidates:
-        found = evaluate_legal(legal, operands)
+    for rewrite in candidates:
+        found = evaluate_legal(rewrite, operands)
         for x, y in zip(found, wanted, strict=True):
             x, y = (np.asarray(each, np.float32) for each in (x, y))
             np.testing.assert_allclose(x, y, rtol=0.02, atol=0.02 * np.abs(y).max())
     in_kernel = [
-        any(node.kind == "reduction" for node in legal.graph.nodes)
-        for legal in candidates
+        any(node.kind == "reduction" for node in rewrite.graph.nodes)
+        for rewrite in candidates
     ]
     assert not in_kernel[0]
     # Of padded matrices, what is in the padding would be added.

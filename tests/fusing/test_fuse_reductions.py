@@ -342,13 +342,13 @@ def test_each_way_to_run_it_means_the_same(
         ways = legalize(graph, _H200).candidates
         assert len(ways) > 1
         assert any(node.kind == "reduction" for node in ways[0].graph.nodes)
-        for legal in ways:
+        for rewrite in ways:
 
-            def kernel(xs: Any, graph: Graph = legal.graph) -> Any:
+            def kernel(xs: Any, graph: Graph = rewrite.graph) -> Any:
                 return _as_in_cudnn(graph, xs)
 
             for one, two in zip(
-                evaluate_legal(legal, arrays, kernel),
+                evaluate_legal(rewrite, arrays, kernel),
                 expected,
                 strict=True,
             ):
@@ -424,8 +424,8 @@ def test_auto_waits_for_a_measurement_and_what_is_padded_is_reduced_by_xla() -> 
         assert way.graph.output_tensors[0].dtype == "bf16"
     like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, 4097))]
     (graph,) = _graphs(run, like)
-    for legal in legalize(graph, _H200).candidates:
-        assert all(node.kind != "reduction" for node in legal.graph.nodes)
+    for rewrite in legalize(graph, _H200).candidates:
+        assert all(node.kind != "reduction" for node in rewrite.graph.nodes)
 
 
 @pytest.mark.parametrize("axis", [(2,), (1,), (0, 1, 2)])

@@ -290,10 +290,10 @@ def _check_rewritten(
         return lambda *operands: run(graph, operands, options)
 
     patch.setitem(partitioned._PROGRAMS, "cpu", by_cudnn)
-    legal = jax.jit(program.of(program.call.ours, _backward))(*arrays)
+    rewrite = jax.jit(program.of(program.call.ours, _backward))(*arrays)
     assert seen
     # Some sums are kept in f32 whatever the operands are.
-    assert_close(legal, want, 2e-5)
+    assert_close(rewrite, want, 2e-5)
 
 
 _COUNTS = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_cudnn.graph import Graph, Tensor
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.features import FEATURES, Feature
 from tests.common.planner import H200
@@ -31,19 +31,21 @@ def _types(tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:
 def _check_types(graph: Graph) -> int:
     """Follow each candidate from a graph's operands to its results; count them."""
     candidates = legalize(graph, H200).candidates
-    for legal in candidates:
-        run = functools.partial(_run, legal)
+    for rewrite in candidates:
+        run = functools.partial(_run, rewrite)
         results = jax.eval_shape(run, *_types(graph.input_tensors))
         _assert_types(results, graph.output_tensors)
     return len(candidates)
 
 
-def _run(legal: Legal, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _run(rewrite: Rewrite, *operands: jax.Array) -> tuple[jax.Array, ...]:
     def kernel(given: Sequence[jax.Array]) -> list[jax.Array]:
-        _assert_types(given, legal.graph.input_tensors)
-        return [jnp.zeros(x.shape, x.dtype) for x in _types(legal.graph.output_tensors)]
+        _assert_types(given, rewrite.graph.input_tensors)
+        return [
+            jnp.zeros(x.shape, x.dtype) for x in _types(rewrite.graph.output_tensors)
+        ]
 
-    return legal.run(kernel, operands)
+    return rewrite.run(kernel, operands)
 
 
 def _assert_types(arrays: Sequence[Any], tensors: Sequence[Tensor]) -> None:

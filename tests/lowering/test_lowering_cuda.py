@@ -580,7 +580,7 @@ def test_decisions_give_their_reasons(gpu: FakeGpu) -> None:
     assert not gpu.asked
     by_cudnn = decide(graph, Options())
     (step,) = by_cudnn.steps
-    assert step.legal is not None
+    assert step.rewrite is not None
     assert step.plan is not None
     assert step.plan.workspace_bytes == _WORKSPACE
 
@@ -591,8 +591,8 @@ def test_a_decision_keeps_the_reasons_of_candidates_before_it(gpu: FakeGpu) -> N
     decision = decide(backward_graph(forward), Options())
     assert decision.reasons == ("no dbias engine",)
     (step,) = decision.steps
-    assert step.legal is not None
-    assert len(step.legal.notes) == 1
+    assert step.rewrite is not None
+    assert len(step.rewrite.notes) == 1
 
 
 _FEATURES = {each.key: each for each in (*ATTENTION, *OPERATIONS)}

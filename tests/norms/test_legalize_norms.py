@@ -27,8 +27,8 @@ def _check(graph: Graph, seed: int = 0, rtol: float = 2e-5) -> list[Graph]:
     expected = evaluate(graph, operands)
     found = legalize(graph, _H200)
     assert found.candidates, found.reasons
-    for legal in found.candidates:
-        results = evaluate_legal(legal, operands)
+    for rewrite in found.candidates:
+        results = evaluate_legal(rewrite, operands)
         for tensor, one, two in zip(
             graph.output_tensors, results, expected, strict=True
         ):
@@ -41,7 +41,7 @@ def _check(graph: Graph, seed: int = 0, rtol: float = 2e-5) -> list[Graph]:
                 atol=rtol * 10 if two.dtype == np.float32 else 3e-2,
                 err_msg=tensor.name,
             )
-    return [legal.graph for legal in found.candidates]
+    return [rewrite.graph for rewrite in found.candidates]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,8 +238,8 @@ def test_auto_takes_cudnns_norms_with_residuals_where_they_were_measured(
 
 def test_a_complete_graph_is_emitted_as_it_is() -> None:
     graph = Problem(kind="layer_norm", with_statistics=True).graph
-    (legal,) = legalize(graph, _H200).candidates
-    assert to_json(legal.graph) == to_json(graph)
+    (rewrite,) = legalize(graph, _H200).candidates
+    assert to_json(rewrite.graph) == to_json(graph)
 
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
@@ -247,8 +247,8 @@ def test_a_complete_graph_is_emitted_as_it_is() -> None:
 def test_results_in_f8(kind: str, scale: str | None) -> None:
     graph = f8_graph(kind, (5, 7), scale=scale)
     operands = draw_arrays(graph)
-    (legal,) = legalize(graph, _H200).candidates
-    (found,) = evaluate_legal(legal, operands)
+    (rewrite,) = legalize(graph, _H200).candidates
+    (found,) = evaluate_legal(rewrite, operands)
     (want,) = evaluate(graph, operands)
     assert found.dtype == want.dtype
     pair = [np.asarray(x, np.float32) for x in (found, want)]

@@ -59,7 +59,7 @@ def answer(ways: tuple[Ranked, ...]) -> list[str]:
             filter(
                 None,
                 (
-                    " ".join(way.legal.names) or "one way",
+                    " ".join(way.rewrite.names) or "one way",
                     "xla" if way.slower else "cudnn",
                     f"not by {list(way.slow_engines)}" if way.slow_engines else "",
                     f"only by {list(way.fast_engines)}" if way.fast_engines else "",

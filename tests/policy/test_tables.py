@@ -160,7 +160,7 @@ def test_one_rule_holds_where_nobody_measured(target: Target | None) -> None:
         want = [
             bool(way.slower)
             for way in ranked(part, H100)
-            if target is not None or "by cuBLASLt" not in way.legal.names
+            if target is not None or "by cuBLASLt" not in way.rewrite.names
         ]
         assert told == want, key
     conv = GroupedLayer((9, 8), (3, 3)).parts(jnp.bfloat16)
@@ -242,15 +242,15 @@ def test_ways_that_no_order_names_are_left_out(
     layer = GroupedLayer((8, 8), (3, 3), groups=4, width=8, each=8, activation="silu")
     grouped = layer.parts(jnp.bfloat16)["conv_fprop"]
     ordered("around convolutions", "fused")
-    assert all("alone" not in way.legal.names for way in ranked(grouped, H100))
+    assert all("alone" not in way.rewrite.names for way in ranked(grouped, H100))
     ordered("groups", "merged")
-    assert {way.legal.names[0] for way in ranked(grouped, H100)} == {"merged"}
+    assert {way.rewrite.names[0] for way in ranked(grouped, H100)} == {"merged"}
     ordered("groups")
     with pytest.raises(LookupError, match="no table has an order of 'groups'"):
         ranked(grouped, H100)
     product = dict(answers.parts())["ragged_dot 16384 8/grouped_matmul/0"]
     ordered("grouped products", "one kernel")
-    assert {way.legal.names[-1] for way in ranked(product, H100)} == {"one kernel"}
+    assert {way.rewrite.names[-1] for way in ranked(product, H100)} == {"one kernel"}
 
 
 def test_depthwise_engines_are_known_by_their_direction() -> None:
@@ -262,11 +262,11 @@ def test_a_choice_without_a_rewriting_is_of_the_way_that_is_tried_first() -> Non
     layer = GroupedLayer((8, 8), (3, 3), groups=16, width=4, each=4)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
     found = legalize(part, H100)
-    first = ranked(part, H100)[0].legal
+    first = ranked(part, H100)[0].rewrite
     assert first.names != found.candidates[0].names
-    legal = rewritten_as(part, found, H100, "")
-    assert legal is not None
-    assert legal.names == first.names == ("merged",)
+    rewrite = rewritten_as(part, found, H100, "")
+    assert rewrite is not None
+    assert rewrite.names == first.names == ("merged",)
 
 
 @pytest.mark.parametrize(

@@ -57,27 +57,27 @@ def _graphs(space: int, order: Any, pad: tuple[int, int], dtype: Any) -> list[Gr
 @pytest.mark.parametrize("space", [1, 2, 3])
 def test_the_rewritten_graph_gives_the_same(space: int, order: Any, pad: Any) -> None:
     for graph in _graphs(space, order, pad, "f32"):
-        (legal,) = legalize(graph, None).candidates
-        node = legal.graph.sole_node()
+        (rewrite,) = legalize(graph, None).candidates
+        node = rewrite.graph.sole_node()
         assert node is not None
         attributes: Any = node.attributes
         assert len(attributes.window_shape) == max(space, 2)
         assert min(*attributes.padding_low, *attributes.padding_high) >= 0
         rank = max(space, 2) + 2
         last = (0, *range(2, rank), 1)
-        assert all(tensor.order == last for tensor in legal.graph.tensors)
+        assert all(tensor.order == last for tensor in rewrite.graph.tensors)
         rng = np.random.default_rng(space)
         (shape,) = (tensor.stored_shape for tensor in graph.input_tensors)
         operands = [jnp.asarray(rng.standard_normal(shape), jnp.float32)]
-        got = evaluate_legal(legal, operands)
+        got = evaluate_legal(rewrite, operands)
         want = evaluate(graph, operands)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
 
 
 def test_what_runs_outside_of_the_kernel_is_told() -> None:
     graph = _graphs(2, _FIRST, (-1, 2), "bf16")[0]
-    (legal,) = legalize(graph, None).candidates
-    assert legal.notes == (
+    (rewrite,) = legalize(graph, None).candidates
+    assert rewrite.notes == (
         "x is cut outside the kernel: padding is negative",
         "x is transposed to channels-last, in which cuDNN computes",
         "output is transposed to channels-last, in which cuDNN computes",
@@ -91,10 +91,10 @@ def test_what_runs_outside_of_the_kernel_is_told() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_kernels_get_bf16_as_f32_but_for_the_gradient(dtype: Any) -> None:
     for graph in _graphs(2, _LAST, (0, 0), dtype):
-        (legal,) = legalize(graph, None).candidates
+        (rewrite,) = legalize(graph, None).candidates
         is_gradient = graph.nodes[0].kind.endswith("backward")
         wanted = "f32" if dtype == "bf16" and not is_gradient else dtype
-        assert {tensor.dtype for tensor in legal.graph.tensors} == {wanted}
+        assert {tensor.dtype for tensor in rewrite.graph.tensors} == {wanted}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
@@ -104,19 +104,19 @@ def test_maxima_of_a_kernel_that_begins_at_the_lowest_number(
 ) -> None:
     """A window may have nothing but this number."""
     graph = _graphs(2, _LAST, (0, 0), dtype)[0]
-    (legal,) = legalize(graph, None).candidates
+    (rewrite,) = legalize(graph, None).candidates
     (tensor,) = graph.input_tensors
     x = np.random.default_rng(0).standard_normal(tensor.stored_shape)
     x[:, :4, :5] = number
     operands = [jnp.asarray(x, jnp.float32).astype(jax_dtype(tensor.dtype))]
 
     def kernel(operands: Any) -> list[jax.Array]:
-        (y,) = evaluate(legal.graph, operands)
+        (y,) = evaluate(rewrite.graph, operands)
         lowest = jnp.finfo(jnp.float32).min
         return [jnp.maximum(y.astype(jnp.float32), lowest).astype(y.dtype)]
 
     (got,), (want,) = (
-        evaluate_legal(legal, operands, kernel),
+        evaluate_legal(rewrite, operands, kernel),
         evaluate(graph, operands),
     )
     np.testing.assert_array_equal(np.asarray(got, "f4"), np.asarray(want, "f4"))

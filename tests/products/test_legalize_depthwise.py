@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn.graph import Graph, Target, operand_text
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.legalize.products import conv_depthwise, fusion
 from jax_cudnn.policy import ranked
 from jax_cudnn.policy.products import kernels
@@ -87,12 +87,12 @@ def test_every_way_keeps_the_meaning(name: str) -> None:
 def _ways(part: Graph, target: Target | None = _H100) -> list[str]:
     """Return how each way is told apart, and "auto" where auto may take it."""
     return [
-        f"{_told(way.legal)}{'' if way.slower else ', auto'}"
+        f"{_told(way.rewrite)}{'' if way.slower else ', auto'}"
         for way in ranked(part, target)
     ]
 
 
-def _told(way: Legal) -> str:
+def _told(way: Rewrite) -> str:
     for words, told in (
         ("are merged", "merged"),
         (_FLIPPED, "flipped"),
@@ -229,7 +229,7 @@ def test_f32(name: str, ways: dict[str, list[str]]) -> None:
 def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
     part = _LAYERS["one axis, with silu"].parts(jnp.bfloat16)["conv_fprop"]
     assert _ways(part) == ["as it is, auto", "merged", "merged", "as it is"]
-    alone, merged, *whole = (way.legal for way in ranked(part, _H100))
+    alone, merged, *whole = (way.rewrite for way in ranked(part, _H100))
     assert len(alone.graph.nodes) == len(merged.graph.nodes) == 1
     assert all(len(way.graph.nodes) > 1 for way in whole)
 
@@ -254,7 +254,7 @@ def test_elsewhere_merged_groups_are_left_to_xla(target: Target | None) -> None:
     for name in _LAYERS:
         for part in _LAYERS[name].parts(jnp.bfloat16).values():
             for way in ranked(part, target):
-                assert way.slower or _told(way.legal) != "merged", name
+                assert way.slower or _told(way.rewrite) != "merged", name
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_auto_goes_by_what_was_measured(
             if row is None:
                 continue
             first = ranked(part, target)[0]
-            name = f"{depthwise.way_of(first.legal, first.legal)}, first"
+            name = f"{depthwise.way_of(first.rewrite, first.rewrite)}, first"
             engine, us = row["engines"][name], row["us"]
             ratio = us[name] / us["XLA"]
             is_cudnns = not first.slower and not first.is_slow_by(engine)

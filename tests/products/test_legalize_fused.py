@@ -181,7 +181,7 @@ def _ways_with(
     for graph, _ in graphs_of(layer, operands):
         for part in partition(graph):
             kinds = [node.kind for node in part.nodes if is_anchor(node)]
-            first, *rest = (way.legal for way in ranked(part, None))
+            first, *rest = (way.rewrite for way in ranked(part, None))
             for kept, ways in zip(found, ([first], rest[-1:]), strict=True):
                 if any(words in note for way in ways for note in way.notes):
                     kept.update(kind.removeprefix("conv_") for kind in kinds)
@@ -323,7 +323,7 @@ def test_few_channels_become_more_with_what_follows(
     operands = _draw(rng, 2, 1, 11, 9), _draw(rng, 6, 1, *window), _draw(rng, 6)
     assert check_ways(layer, operands) > 4
     ((graph, _, _),) = traced_graphs(layer, *operands)
-    first, second, *_ = (way.legal for way in ranked(graph, None))
+    first, second, *_ = (way.rewrite for way in ranked(graph, None))
     assert len(first.graph.nodes) == len(second.graph.nodes) == 3
     assert any(words in note for note in first.notes)
     assert not any("channels of x" in note for note in second.notes)
@@ -407,7 +407,7 @@ def test_places_are_counted_in_32_bits() -> None:
             p for each in traced_program(gradient, *types).graphs for p in each.parts
         ]
         (part,) = [each for each in parts if each.nodes[0].kind == "conv_wgrad"]
-        return any(_WINDOWS in note for note in ranked(part, None)[0].legal.notes)
+        return any(_WINDOWS in note for note in ranked(part, None)[0].rewrite.notes)
 
     assert is_first(2**14, 2**14)
     assert not is_first(2**16, 2**15)
@@ -810,13 +810,13 @@ def test_f8_results_of_f32_products_are_converted_by_xla(
         (expected,) = evaluate(graph, operands)
         candidates = legalize(graph, None).candidates
         assert candidates
-        for legal in candidates:
-            (made,) = legal.graph.output_tensors
+        for rewrite in candidates:
+            (made,) = rewrite.graph.output_tensors
             assert made.dtype == "f32"
             note = f"{graph.outputs[0]} is converted to {graph.output_tensors[0].dtype}"
-            assert f"{note} by XLA" in legal.notes
-            results = evaluate(legal.graph, jax.jit(legal.before)(operands))
-            (found,) = legal.after(operands, results)
+            assert f"{note} by XLA" in rewrite.notes
+            results = evaluate(rewrite.graph, jax.jit(rewrite.before)(operands))
+            (found,) = rewrite.after(operands, results)
             assert found.dtype == expected.dtype == dtype
             # The order of the sums is not the same: half an ulp of f8 may turn over.
             np.testing.assert_allclose(
@@ -838,10 +838,10 @@ def test_i32_sums_of_a_convolution_leave_the_kernel_in_f32() -> None:
 
     w = jnp.asarray(rng.integers(-128, 128, (3, 3, 16, 4)), jnp.int8)
     ((graph, _, _),) = traced_graphs(conv, x, w)
-    legal = legalize(graph, None).candidates[0]
-    assert [t.dtype for t in legal.graph.output_tensors] == ["f32"]
-    assert "output is converted to i32 by XLA" in legal.notes
-    (found,) = legal.after((x, w), evaluate(legal.graph, legal.before((x, w))))
+    rewrite = legalize(graph, None).candidates[0]
+    assert [t.dtype for t in rewrite.graph.output_tensors] == ["f32"]
+    assert "output is converted to i32 by XLA" in rewrite.notes
+    (found,) = rewrite.after((x, w), evaluate(rewrite.graph, rewrite.before((x, w))))
     exact = jax.lax.conv_general_dilated(
         x.astype(jnp.int32), w.astype(jnp.int32), (1, 1), "VALID", None, None, _NHWC
     )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Rewrite
 from jax_cudnn.legalize.products import conv_groups, fusion
 from jax_cudnn.policy import ranked
 from tests.common.legal_ways import check_bad_numbers, check_ways
@@ -65,7 +65,7 @@ def test_every_way_keeps_the_meaning(name: str) -> None:
     assert check_ways(layer, layer.draw()) >= 5
 
 
-def _told(way: Legal) -> str:
+def _told(way: Rewrite) -> str:
     """Return what is done to groups, in a few words."""
     told = ["flipped"] if any("are flipped" in note for note in way.notes) else []
     for note in way.notes:
@@ -75,7 +75,7 @@ def _told(way: Legal) -> str:
 
 
 def _ways(part: Graph) -> list[str]:
-    return list(dict.fromkeys(_told(way.legal) for way in ranked(part, None)))
+    return list(dict.fromkeys(_told(way.rewrite) for way in ranked(part, None)))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_gradients_of_filters_of_8_channels_come_as_they_are() -> None:
 def test_odd_groups_have_a_way_with_something_around_them() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=128, width=9, each=9, activation="relu")
     part = layer.parts(jnp.float32)["conv_fprop"]
-    first = ranked(part, None)[0].legal
+    first = ranked(part, None)[0].rewrite
     assert len(first.graph.nodes) > 1
     assert _told(first) == "into 32"
 
@@ -147,7 +147,7 @@ def test_odd_groups_of_8_channels_are_alone(
         activation="silu",
     )  # fmt: skip
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    counts = [len(way.legal.graph.nodes) for way in ranked(part, None)]
+    counts = [len(way.rewrite.graph.nodes) for way in ranked(part, None)]
     assert (counts[0] == 1) == is_alone
     assert max(counts) > 1  # That way is there as well, for the tuner.
 

@@ -380,8 +380,8 @@ def test_a_measured_plan_is_for_the_graph_that_was_rewritten_as_it_was() -> None
         rewritten = choices.digest_of(way)
         _choose(graph, implementation="cudnn", plan=_PIN, rewritten=rewritten)
         (step,) = decide(graph, options).steps
-        assert step.legal is not None
-        assert (step.legal.graph, step.request, step.why) == (way, _PIN, "tuned")
+        assert step.rewrite is not None
+        assert (step.rewrite.graph, step.request, step.why) == (way, _PIN, "tuned")
 
 
 def test_where_xla_was_faster_auto_takes_it_and_cudnn_does_not() -> None:
@@ -488,7 +488,7 @@ def test_sums_whose_measured_plan_is_not_allowed_stay_xlas(
     _choose(part, implementation="cudnn", plan=_PIN)
     allowed = Options(plan=PlanOptions(refused_notes=("FFT",)))
     gpu = devices.gpu_for(allowed)
-    assert decision.decide_part(part, gpu, allowed).legal is None
+    assert decision.decide_part(part, gpu, allowed).rewrite is None
     assert decision.decide_part(part, gpu, Options()).why == "tuned"
 
 
@@ -664,7 +664,7 @@ def test_options_without_a_gpu_decide_nothing_by_measurement(
     monkeypatch.setattr(devices, "local_target", lambda: None)
     (step,) = decide(graph, Options()).steps
     assert step.plan is None
-    assert step.legal is not None
+    assert step.rewrite is not None
 
 
 def test_a_transposed_convolution_of_8_bits_is_lowered() -> None:

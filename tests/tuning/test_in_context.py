@@ -591,7 +591,7 @@ def test_choices_of_a_trial_go_before_all_others(
     gpu: Any = _Gpu()
 
     def who(trial: Trial | None) -> bool:
-        return decide_part(graph, gpu, Options(), trial).legal is not None
+        return decide_part(graph, gpu, Options(), trial).rewrite is not None
 
     assert not who(None)
     assert who(Trial({key: None}))

@@ -11,7 +11,7 @@ import pytest
 
 from jax_cudnn import UnsupportedError, matmul, native
 from jax_cudnn.graph import Graph, from_json
-from jax_cudnn.legalize import Legal, Legalization
+from jax_cudnn.legalize import Legalization, Rewrite
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.policy import ranking
@@ -108,8 +108,8 @@ def test_the_graph_is_the_first_rewriting_that_cudnn_takes(
         return answer
 
     monkeypatch.setattr(native, "candidates", candidates)
-    legal = Legal(graph=part, before=tuple, after=lambda _, results: tuple(results))
-    several = Legalization(candidates=(legal, legal))
+    rewrite = Rewrite(graph=part, before=tuple, after=lambda _, results: tuple(results))
+    several = Legalization(candidates=(rewrite, rewrite))
     monkeypatch.setattr(ranking, "legalize", lambda part, target: several)
     (timed,) = time_candidates(part, H200)
     assert timed.time is not None

@@ -18,7 +18,7 @@ from jax_cudnn import UnsupportedError, choices, contenders, matmul, native
 from jax_cudnn.choices import Choice
 from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.native import Candidate, PlanInfo
@@ -314,8 +314,8 @@ def test_ways_that_round_sums_do_not_race_where_digits_count(
     assert choice.plan == ("" if exact else _pin(10))
 
 
-def _rounding(legal: Legal) -> Legal:
-    return replace(legal, rounds_sums=True)
+def _rounding(rewrite: Rewrite) -> Rewrite:
+    return replace(rewrite, rounds_sums=True)
 
 
 def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:
@@ -405,7 +405,7 @@ def _two_ways(part: Graph, target: Any) -> Legalization:
         text = text.replace(place, place.replace("output", "other"))
     return Legalization(
         candidates=tuple(
-            Legal(graph=graph, before=list, after=lambda _, results: list(results))
+            Rewrite(graph=graph, before=list, after=lambda _, results: list(results))
             for graph in (part, from_json(text))
         )
     )

@@ -24,7 +24,7 @@ from jax_cudnn.graph import CachedAttributes, Graph, Target, Tensor
 from jax_cudnn.graph.attention.cached import room, sdpa_cached_graph
 from jax_cudnn.legalize.attention.passes import attention_pass, run_passes
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legal, Legalization
+from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legalization, Rewrite
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.attention.cached import Ends
 from jax_cudnn.reference.attention.sequences import FARTHEST
@@ -44,7 +44,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     return Legalization(candidates=(*ways, _edited(editor)))
 
 
-def _edited(editor: GraphEditor) -> Legal:
+def _edited(editor: GraphEditor) -> Rewrite:
     run_passes(editor, "cached", None)
     return editor.finish()
 
@@ -178,7 +178,7 @@ def _fits_as_heads(editor: GraphEditor) -> bool:
     )
 
 
-def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
+def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Rewrite:
     """Make the queries of a sequence query heads of a single one.
 
     cuDNN's kernel for one query reads the keys once for all query heads of a key head,
@@ -200,7 +200,7 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
     role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
     b, h, s, d = roles["query"].dims
     single = _single_query_graph(roles, attributes)
-    legal = _edited(GraphEditor.by_role(single))
+    rewrite = _edited(GraphEditor.by_role(single))
 
     def given(operands: Sequence[jax.Array]) -> tuple[Env, Ends]:
         env = dict(zip((role_of[x] for x in graph.inputs), operands, strict=True))
@@ -216,11 +216,11 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
         return [{**env, **new}[role] for role in single.inputs]
 
     def before(operands: Sequence[jax.Array]) -> Arrays:
-        return legal.before(as_single(*given(operands)))
+        return rewrite.before(as_single(*given(operands)))
 
     def after(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
         env, ends = given(operands)
-        output, stats = legal.after(as_single(env, ends), made)
+        output, stats = rewrite.after(as_single(env, ends), made)
         output, stats = (jnp.reshape(x, (b, h, s, x.shape[3])) for x in (output, stats))
         if attributes.is_causal:
             own, own_stats = _over_other_tokens(roles, attributes, env, ends)
@@ -238,7 +238,7 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
             for tensor, x in results
         )
 
-    return Legal(graph=legal.graph, before=before, after=after)
+    return Rewrite(graph=rewrite.graph, before=before, after=after)
 
 
 def _single_query_graph(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Target, Tensor
-from jax_cudnn.legalize.attention.passes import Way, attributes_of
+from jax_cudnn.legalize.attention.passes import AnyTargetEdit, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.limits.attention import DROPOUT_NOT_COMPARED
 from jax_cudnn.reference.attention.dropout import kept
@@ -24,7 +24,7 @@ _HIGHEST_RATE = 1 - 2.0**-5
 _PLAIN = (0, 1, 2, 3)
 
 
-def dropout_steps(editor: GraphEditor, target: Target | None) -> list[Way]:
+def dropout_steps(editor: GraphEditor, target: Target | None) -> list[AnyTargetEdit]:
     """Return the ways to dropout that a kernel has, the best first."""
     if "dropout_mask" in editor.tensors:
         return [_lessen_delta]

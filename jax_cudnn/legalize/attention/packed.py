@@ -21,7 +21,12 @@ from jax_cudnn.legalize.attention.padding import STATS_COLUMNS, WIDE_MULTIPLE
 from jax_cudnn.legalize.attention.passes import attention_pass, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
-from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule, given_more
+from jax_cudnn.legalize.common.legalization import (
+    Legalization,
+    Rewrite,
+    Rule,
+    given_more,
+)
 from jax_cudnn.limits.attention import LARGE_PACKED_HEADS, NO_PACKED_STATS
 from jax_cudnn.reference.attention import sequences
 from jax_cudnn.reference.attention.sequences import Spans
@@ -49,7 +54,7 @@ def by_packing(
     target: Target | None,
     *,
     rule: Rule,
-    ragged: Callable[[Graph], Legal],
+    ragged: Callable[[Graph], Rewrite],
 ) -> Legalization:
     """Legalise a graph by a rule for rows of one sequence, and one for several."""
     attributes, roles = _attributes(graph), roles_in(graph, graph.nodes[0])
@@ -63,8 +68,8 @@ def by_packing(
         f"{reason or 'cuDNN has no plan for packed sequences'}"
     )
     candidates = tuple(
-        replace(given_more(legal, with_mask), notes=(*legal.notes, note))
-        for legal in folded.candidates
+        replace(given_more(rewrite, with_mask), notes=(*rewrite.notes, note))
+        for rewrite in folded.candidates
     )
     if candidates and not reason:
         candidates = (ragged(graph), *candidates)

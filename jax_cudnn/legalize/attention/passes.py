@@ -171,7 +171,7 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
 )
 
-Way = Callable[[GraphEditor], None]
+AnyTargetEdit = Callable[[GraphEditor], None]
 Edit = Callable[[GraphEditor, Target | None], None]
 When = Callable[[GraphEditor], bool]
 
@@ -187,7 +187,7 @@ class Pass(NamedTuple):
 PASSES: dict[str, Pass] = {}
 
 _Edit = TypeVar("_Edit", bound=Edit)
-_Way = TypeVar("_Way", bound=Way)
+_AnyTargetEdit = TypeVar("_AnyTargetEdit", bound=AnyTargetEdit)
 
 
 def always(_: GraphEditor) -> bool:
@@ -205,10 +205,12 @@ def has_score_mod(editor: GraphEditor) -> bool:
     return bool(attributes_of(editor).score_mod)
 
 
-def attention_pass(*, when: When = always) -> Callable[[_Way], _Way]:
+def attention_pass(
+    *, when: When = always
+) -> Callable[[_AnyTargetEdit], _AnyTargetEdit]:
     """Register a pass by its name."""
 
-    def registered(run: _Way) -> _Way:
+    def registered(run: _AnyTargetEdit) -> _AnyTargetEdit:
         PASSES[run.__name__] = Pass(lambda editor, _: run(editor), when)
         return run
 
@@ -226,7 +228,10 @@ def attention_pass_for_target(*, when: When = always) -> Callable[[_Edit], _Edit
 
 
 def run_passes(
-    editor: GraphEditor, kernel: str, target: Target | None, dropout: Way | None = None
+    editor: GraphEditor,
+    kernel: str,
+    target: Target | None,
+    dropout: AnyTargetEdit | None = None,
 ) -> None:
     """Edit a graph by the passes of a kernel that apply to it.
 

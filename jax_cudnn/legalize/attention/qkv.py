@@ -21,8 +21,8 @@ from jax_cudnn.legalize.common.legalization import (
     After,
     Arrays,
     Before,
-    Legal,
     Legalization,
+    Rewrite,
     Rule,
     Usual,
 )
@@ -41,14 +41,14 @@ def by_parts(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
         return rule(graph, target)
     divided = _Divided(graph)
     found = rule(divided.graph, target)
-    candidates: list[Legal] = []
-    for legal in found.candidates:
-        in_place = divided.in_place(legal)
+    candidates: list[Rewrite] = []
+    for rewrite in found.candidates:
+        in_place = divided.in_place(rewrite)
         why = _PADDED
         if in_place is not None:
             candidates.append(in_place)
             why = _NO_PLAN
-        candidates.append(divided.copied(legal, _NOTE + why))
+        candidates.append(divided.copied(rewrite, _NOTE + why))
     return replace(found, candidates=tuple(candidates))
 
 
@@ -101,7 +101,7 @@ class _Divided:
 
     # --- candidates -------------------------------------------------------------------
 
-    def copied(self, legal: Legal, note: str) -> Legal:
+    def copied(self, rewrite: Rewrite, note: str) -> Rewrite:
         """Return the rewriting of the divided graph for the original one."""
 
         def after_of(after: After) -> After:
@@ -116,45 +116,45 @@ class _Divided:
             return lambda operands: before(self._operands(operands))
 
         return replace(
-            legal,
-            before=before_of(legal.before),
-            after=after_of(legal.after),
-            usual=self._usual(legal, before_of, after_of),
-            notes=(*legal.notes, note),
+            rewrite,
+            before=before_of(rewrite.before),
+            after=after_of(rewrite.after),
+            usual=self._usual(rewrite, before_of, after_of),
+            notes=(*rewrite.notes, note),
         )
 
-    def in_place(self, legal: Legal) -> Legal | None:
+    def in_place(self, rewrite: Rewrite) -> Rewrite | None:
         """Return the rewriting with qkv for the kernel; None where it cannot be."""
-        graph = self._undivided(legal.graph)
+        graph = self._undivided(rewrite.graph)
         if graph is None:
             return None
         given = _structs(self.graph.input_tensors)
-        look = _Look(legal.before, given)
+        look = _Look(rewrite.before, given)
         for role in _ROLES:
-            places = self.graph.inputs.index(role), legal.graph.inputs.index(role)
+            places = self.graph.inputs.index(role), rewrite.graph.inputs.index(role)
             if not look.passes(*places):
                 return None
         unread = look.unread(self.graph.inputs)
-        others = [name for name in legal.graph.inputs if name not in _ROLES]
+        others = [name for name in rewrite.graph.inputs if name not in _ROLES]
 
         def before_of(before: Before) -> Before:
             def own(operands: Sequence[jax.Array]) -> Arrays:
                 made = before(self._operands(operands, unread))
-                values = dict(zip(legal.graph.inputs, made, strict=True))
+                values = dict(zip(rewrite.graph.inputs, made, strict=True))
                 qkv = operands[self._inputs.index("qkv")]
                 return (qkv, *(values[name] for name in others))
 
             return own
 
         def after_of(after: After) -> After:
-            return self._after_in_place(after, legal.graph, graph)
+            return self._after_in_place(after, rewrite.graph, graph)
 
         return replace(
-            legal,
+            rewrite,
             graph=graph,
-            before=before_of(legal.before),
-            after=after_of(legal.after),
-            usual=self._usual(legal, before_of, after_of),
+            before=before_of(rewrite.before),
+            after=after_of(rewrite.after),
+            usual=self._usual(rewrite, before_of, after_of),
         )
 
     def _after_in_place(self, after: After, divided: Graph, graph: Graph) -> After:
@@ -192,11 +192,11 @@ class _Divided:
 
     def _usual(
         self,
-        legal: Legal,
+        rewrite: Rewrite,
         before_of: Callable[[Before], Before],
         after_of: Callable[[After], After],
     ) -> Usual | None:
-        if (usual := legal.usual) is None:
+        if (usual := rewrite.usual) is None:
             return None
         look = _Look(
             lambda given: (usual.holds(given),), _structs(self.graph.input_tensors)
@@ -208,17 +208,17 @@ class _Divided:
             after=after_of(usual.after),
         )
 
-    def _undivided(self, legal: Graph) -> Graph | None:
+    def _undivided(self, rewrite: Graph) -> Graph | None:
         """Return a rewritten graph with qkv again, if its parts are as they were."""
-        (node,) = legal.nodes
-        tensors = {tensor.name: tensor for tensor in legal.tensors}
+        (node,) = rewrite.nodes
+        tensors = {tensor.name: tensor for tensor in rewrite.tensors}
         for name in (*_ROLES, *_GRADIENTS):
             if name in tensors and tensors.pop(name) != self.graph.tensor(name):
                 return None
         if not row_of(self._node).roles.keys() >= tensors.keys():
             return None  # Offsets of packed sequences, for one.
-        inputs = ["qkv", *(name for name in legal.inputs if name not in _ROLES)]
-        outputs = [name for name in legal.outputs if name not in _GRADIENTS]
+        inputs = ["qkv", *(name for name in rewrite.inputs if name not in _ROLES)]
+        outputs = [name for name in rewrite.outputs if name not in _GRADIENTS]
         if "grad_qkv" in self._roles:
             outputs.insert(0, "grad_qkv")
         for name in {"qkv", "grad_qkv"}.intersection((*inputs, *outputs)):

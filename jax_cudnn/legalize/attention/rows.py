@@ -28,8 +28,8 @@ from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import (
     After,
     Arrays,
-    Legal,
     Legalization,
+    Rewrite,
     Rule,
     given_more,
 )
@@ -168,16 +168,16 @@ def by_maximum(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
         "grows with s*t"
     )
 
-    def added(legal: Legal) -> Legal:
-        legal = given_more(legal, fewer)
-        usual = legal.usual
+    def added(rewrite: Rewrite) -> Rewrite:
+        rewrite = given_more(rewrite, fewer)
+        usual = rewrite.usual
         if usual is not None:
             usual = replace(usual, after=_adding(graph, usual.after))
         return replace(
-            legal,
-            after=_adding(graph, legal.after),
+            rewrite,
+            after=_adding(graph, rewrite.after),
             usual=usual,
-            notes=(*legal.notes, note),
+            notes=(*rewrite.notes, note),
         )
 
     return replace(folded, candidates=tuple(map(added, folded.candidates)))

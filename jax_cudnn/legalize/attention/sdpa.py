@@ -20,7 +20,7 @@ from jax_cudnn.legalize.attention.dropout import dropout_steps
 from jax_cudnn.legalize.attention.packed import by_packing
 from jax_cudnn.legalize.attention.padding import STATS_COLUMNS
 from jax_cudnn.legalize.attention.passes import (
-    Way,
+    AnyTargetEdit,
     attention_pass,
     attributes_of,
     common_attributes_of,
@@ -33,8 +33,8 @@ from jax_cudnn.legalize.attention.windows import by_window
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import (
     ADVICE,
-    Legal,
     Legalization,
+    Rewrite,
     Rule,
 )
 from jax_cudnn.reference import evaluate
@@ -47,7 +47,7 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
     if refusal := _refuse(first, target):
         return refusal
 
-    def edited(drop: Way) -> Legal:
+    def edited(drop: AnyTargetEdit) -> Rewrite:
         editor = GraphEditor.by_role(graph)
         run_passes(editor, "forward", target, drop)
         return replace(editor.finish(), problem=graph)
@@ -74,7 +74,7 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
             ways.insert(0, GraphEditor.by_role)
 
-    def edited(way: Callable[[Graph], GraphEditor], drop: Way) -> Legal:
+    def edited(way: Callable[[Graph], GraphEditor], drop: AnyTargetEdit) -> Rewrite:
         editor = way(graph)
         _take_operand_gradients(editor, graph)
         run_passes(editor, "backward", target, drop)
@@ -85,7 +85,7 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
     return Legalization(candidates=tuple(candidates))
 
 
-def _ragged(graph: Graph, kernel: str) -> Legal:
+def _ragged(graph: Graph, kernel: str) -> Rewrite:
     editor = GraphEditor.by_role(graph)
     run_passes(editor, kernel, None)
     return editor.finish()

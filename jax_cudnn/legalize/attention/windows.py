@@ -23,8 +23,8 @@ def by_window(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     folded = rule(masked, target)
     note = f"the window {list(window)} is part of the mask: cuDNN has no band for it"
     candidates = [
-        replace(given_more(legal, with_mask), notes=(*legal.notes, note))
-        for legal in folded.candidates
+        replace(given_more(rewrite, with_mask), notes=(*rewrite.notes, note))
+        for rewrite in folded.candidates
     ]
     if is_band(graph):
         candidates = [*rule(graph, target).candidates, *candidates]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Attributes, DTypeName, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
-from jax_cudnn.legalize.common.legalization import After, Arrays, Before, Legal, Usual
+from jax_cudnn.legalize.common.legalization import After, Arrays, Before, Rewrite, Usual
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Arrays by the names of their tensors.
@@ -234,7 +234,7 @@ class GraphEditor:
 
     # --- what comes of it -------------------------------------------------------------
 
-    def finish(self) -> Legal:
+    def finish(self) -> Rewrite:
         """Return the edited graph, with the steps around it in their order."""
         graph, names, results = self.graph, self.operands, self.results
         first, last = tuple(self.before), tuple(reversed(self.after))
@@ -264,22 +264,22 @@ class GraphEditor:
 
             return after
 
-        legal = Legal(
+        rewrite = Rewrite(
             graph=graph,
             before=before_by(first),
             after=after_by(last),
             notes=tuple(self.notes),
         )
         if (rare := self.rare) is None:
-            return legal
+            return rewrite
         usual = Usual(
             holds=lambda operands: ~rare.happens(given(operands)),
-            before=legal.before,
-            after=legal.after,
+            before=rewrite.before,
+            after=rewrite.after,
         )
         start = () if rare.before is None else (rare.before,)
         return replace(
-            legal,
+            rewrite,
             before=before_by((*start, *first)),
             after=after_by((*last, rare.after)),
             usual=usual,

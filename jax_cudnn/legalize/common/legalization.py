@@ -25,7 +25,7 @@ class Usual:
     """The array work around a kernel for operands that need no special care.
 
     ``holds`` says of the original operands, as a bool computed with them, whether
-    ``before`` and ``after`` give the results that those of ``Legal`` would give.
+    ``before`` and ``after`` give the results that those of ``Rewrite`` would give.
     """
 
     holds: Callable[[Sequence[jax.Array]], jax.Array]
@@ -34,7 +34,7 @@ class Usual:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Legal:
+class Rewrite:
     """A graph that cuDNN may take in place of another one.
 
     ``before`` maps the operands of the original graph to those of ``graph``; ``after``
@@ -62,7 +62,7 @@ class Legal:
     problem: Graph | None = None
     core: Graph | None = None
 
-    def named(self, *names: str) -> "Legal":
+    def named(self, *names: str) -> "Rewrite":
         """Return the same with more said of what was done."""
         return replace(self, names=(*self.names, *names))
 
@@ -77,7 +77,7 @@ class Legal:
         reads the answer, and then only until the kernel starts.
         """
 
-        def by(way: Legal | Usual) -> Arrays:
+        def by(way: Rewrite | Usual) -> Arrays:
             return way.after(operands, kernel(way.before(operands)))
 
         if self.usual is None:
@@ -91,14 +91,14 @@ class Legal:
 class Legalization:
     """The ways to run a graph, or the reasons why there is none."""
 
-    candidates: tuple[Legal, ...] = ()
+    candidates: tuple[Rewrite, ...] = ()
     reasons: tuple[str, ...] = ()
     advice: str = ""
 
 
 def given_more(
-    legal: Legal, more: Callable[[Sequence[jax.Array]], list[jax.Array]]
-) -> Legal:
+    rewrite: Rewrite, more: Callable[[Sequence[jax.Array]], list[jax.Array]]
+) -> Rewrite:
     """Return a rewriting that makes some of its operands itself."""
 
     def before_of(before: Before) -> Before:
@@ -107,7 +107,7 @@ def given_more(
     def after_of(after: After) -> After:
         return lambda operands, results: after(more(operands), results)
 
-    usual = legal.usual
+    usual = rewrite.usual
     if usual is not None:
         holds = usual.holds
         usual = Usual(
@@ -116,9 +116,9 @@ def given_more(
             after=after_of(usual.after),
         )
     return replace(
-        legal,
-        before=before_of(legal.before),
-        after=after_of(legal.after),
+        rewrite,
+        before=before_of(rewrite.before),
+        after=after_of(rewrite.after),
         usual=usual,
     )
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Graph, NormAttributes, Tensor, norm_graph
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
-from jax_cudnn.legalize.common.legalization import Arrays, Legal
+from jax_cudnn.legalize.common.legalization import Arrays, Rewrite
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
@@ -24,14 +24,14 @@ from jax_cudnn.reference.norms import with_statistics
 _NOTE = "XLA stores groups as rows before the kernel, and scales the result"
 
 
-def as_layer_norm(graph: Graph) -> Legal:
+def as_layer_norm(graph: Graph) -> Rewrite:
     """Return the way to compute a group norm, or its gradient, as a layer norm."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     assert isinstance(node.attributes, NormAttributes)
     is_backward = node.kind.endswith("_backward")
     build = _Backward if is_backward else _Forward
-    return build(graph, roles, node.attributes).legal()
+    return build(graph, roles, node.attributes).rewrite()
 
 
 class _Rewriting:
@@ -48,8 +48,8 @@ class _Rewriting:
         n, g, c, y = roles["x"].dims
         self._dims = (n * g, c * y)
 
-    def legal(self) -> Legal:
-        return Legal(
+    def rewrite(self) -> Rewrite:
+        return Rewrite(
             graph=self.rewritten(),
             before=self.before,
             after=self.after,

@@ -18,7 +18,7 @@ from jax_cudnn.graph.kinds import kind_named
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Legal, Legalization
+from jax_cudnn.legalize.common.legalization import Legalization, Rewrite
 from jax_cudnn.legalize.norms import groups
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -35,7 +35,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     return Legalization(candidates=candidates(graph))
 
 
-def candidates(graph: Graph) -> tuple[Legal, ...]:
+def candidates(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the ways in which cuDNN may run a norm with what follows it."""
     whole, apart = GraphEditor.of(graph), GraphEditor.of(graph)
     kind = whole.main.kind.removesuffix("_backward")
@@ -50,7 +50,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(_completed(way, kind) for way in ways)
 
 
-def _completed(editor: GraphEditor, kind: str) -> Legal:
+def _completed(editor: GraphEditor, kind: str) -> Rewrite:
     """Return the norm with all that cuDNN wants of its operands and results."""
     _take_statistics_gradients(editor)  # first: its arrays are those of the call
     _keep_layout(editor, _instances_last if kind == "group_norm" else _plain)

@@ -28,7 +28,7 @@ from jax_cudnn.graph import (
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization
+from jax_cudnn.legalize.common.legalization import Arrays, Legalization, Rewrite
 from jax_cudnn.legalize.products import fusion
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import evaluate, to_logical, to_stored
@@ -51,7 +51,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     if "segment_ids" in roles:
         return Legalization(reasons=(_SEGMENTS,), advice=_ADVICE)
     reasons: list[str] = []
-    ways: list[Legal] = []
+    ways: list[Rewrite] = []
     taps = roles["w"].dims[0]
     if taps in TAPS:
         ways.append(_function(graph).named(FUNCTION))
@@ -74,7 +74,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 # --- by cuDNN's function --------------------------------------------------------------
 
 
-def _function(graph: Graph) -> Legal:
+def _function(graph: Graph) -> Rewrite:
     editor = GraphEditor.by_role(graph)
     x = editor.tensors["x"]
     is_last = x.order != (0, 2, 1)
@@ -125,7 +125,7 @@ def _put_gradients(editor: GraphEditor, x: Tensor, order_of_w: tuple[int, ...]) 
 # --- as a depthwise convolution -------------------------------------------------------
 
 
-def _convolution(graph: Graph, target: Target | None) -> list[Legal]:
+def _convolution(graph: Graph, target: Target | None) -> list[Rewrite]:
     """Return the ways to run a convolution, bias and activation in one kernel."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
@@ -160,7 +160,7 @@ def _convolution(graph: Graph, target: Target | None) -> list[Legal]:
     return _composed(written, given, results, target, "a depthwise convolution")
 
 
-def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Legal]:
+def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Rewrite]:
     """Return the ways to compute x's gradient by cuDNN and the others by XLA."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
@@ -218,13 +218,13 @@ def _composed(
     results: Callable[[Sequence[jax.Array], Arrays], Arrays],
     target: Target | None,
     note: str,
-) -> list[Legal]:
+) -> list[Rewrite]:
     """Return the ways to run what was written in place of a graph.
 
     ``given`` makes its operands, and ``results`` what the graph gives of its results.
     """
 
-    def around(way: Legal) -> Legal:
+    def around(way: Rewrite) -> Rewrite:
         def before(operands: Sequence[jax.Array]) -> Arrays:
             return way.before(given(operands))
 

@@ -33,7 +33,7 @@ from jax_cudnn.legalize.common.images import (
     store_channels_last,
 )
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products import conv_depthwise, conv_groups
 from jax_cudnn.legalize.products.conv_channels import add_channels, more_channels
 from jax_cudnn.legalize.products.conv_directions import (
@@ -48,14 +48,14 @@ from jax_cudnn.legalize.products.conv_pairs import PAIRS, pair_places, pairs
 PLAIN = "plain"
 
 
-def candidates(graph: Graph) -> tuple[Legal, ...]:
+def candidates(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
     (node,) = filter(is_anchor, graph.nodes)
     if conv_depthwise.is_depthwise(graph, node):
         return _depthwise(graph)
     if conv_groups.channels_of(GraphEditor.of(graph))[0] > 1:
         return _in_groups(graph)
-    ways: list[Legal | None] = []
+    ways: list[Rewrite | None] = []
     if (more := more_channels(graph, node)) is not None:
         way = _candidate(graph, _pad_if_odd, first=add_channels)
         ways.append(way and way.named(more))
@@ -71,17 +71,17 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(way for way in ways if way is not None)
 
 
-def _in_groups(graph: Graph) -> tuple[Legal, ...]:
+def _in_groups(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the ways for a convolution in groups of several channels."""
-    found: list[Legal] = []
+    found: list[Rewrite] = []
     for way in conv_groups.ways(GraphEditor.of(graph)):
-        legal = _candidate(graph, way.change, first=way.first)
-        if legal is not None:
-            found.append(legal.named(way.name))
+        rewrite = _candidate(graph, way.change, first=way.first)
+        if rewrite is not None:
+            found.append(rewrite.named(way.name))
     return tuple(found)
 
 
-def _depthwise(graph: Graph) -> tuple[Legal, ...]:
+def _depthwise(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the ways for a depthwise convolution."""
     changed = _candidate(graph, as_it_is, first=conv_depthwise.rewrite)
     same = _candidate(graph, as_it_is)
@@ -100,7 +100,7 @@ def _candidate(
     change: Callable[[GraphEditor], bool],
     *,
     first: Callable[[GraphEditor], None] = lambda _: None,
-) -> Legal | None:
+) -> Rewrite | None:
     """Return a way; None where the change has nothing to change.
 
     What comes ``first`` sees the padding as the graph has it.

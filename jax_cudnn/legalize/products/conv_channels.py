@@ -38,7 +38,7 @@ from jax_cudnn.legalize.common.layout import (
     rounded_up,
 )
 
-Way = Literal["patches", "windows", "rows"]
+ChannelRewrite = Literal["patches", "windows", "rows"]
 
 # Longer rows make an array of many times x's size, and a program of as many slices.
 _LONGEST_ROW = 7
@@ -59,7 +59,7 @@ def can_have_rows(graph: Graph, node: Node) -> bool:
     return not is_sum and is_short and rows < whole and _is_of_few(graph, node, x, w)
 
 
-def more_channels(graph: Graph, node: Node) -> Way | None:
+def more_channels(graph: Graph, node: Node) -> ChannelRewrite | None:
     """Return how x can be written with more channels; the node is the convolution.
 
     x has to be an operand of the kernel, or its only result.

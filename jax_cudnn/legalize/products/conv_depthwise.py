@@ -26,7 +26,7 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products.conv_directions import make_convolution
 
 # What cuDNN 9.19 lists its engines for depthwise convolutions for, on GPUs from sm_80
@@ -47,7 +47,7 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     return w.dims[1] == 1 < x.dims[1]
 
 
-def has_engine(way: Legal) -> bool:
+def has_engine(way: Rewrite) -> bool:
     """Whether cuDNN has an engine of its own for what a way made of a convolution."""
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
@@ -85,7 +85,7 @@ def rewrite(editor: GraphEditor) -> None:
             _widen(editor, axes)
 
 
-def _main(way: Legal) -> Node:
+def _main(way: Rewrite) -> Node:
     (node,) = filter(is_anchor, way.graph.nodes)
     return node
 

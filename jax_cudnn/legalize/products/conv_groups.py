@@ -50,7 +50,7 @@ _MERGED = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class GroupRewrite:
     """A rewrite of a convolution in groups.
 
     ``change`` edits it, and returns whether there was anything to do. ``first`` does
@@ -86,20 +86,20 @@ def _fills(editor: GraphEditor, factor: int) -> bool:
     return not (factor * c % unit or factor * o % unit)
 
 
-def ways(editor: GraphEditor) -> Iterator[Way]:
+def ways(editor: GraphEditor) -> Iterator[GroupRewrite]:
     """Yield the ways in which cuDNN may run a convolution in groups.
 
     Each has a name of its own. They may be the same, or have nothing to do.
     """
     # cuDNN has no kernel for odd groups with something around them.
     if _fills(editor, 1) or len(editor.nodes) == 1:
-        yield Way(name=FLIPPED, change=as_it_is, first=make_convolution)
-        yield Way(name=AS_IT_IS, change=as_it_is)
+        yield GroupRewrite(name=FLIPPED, change=as_it_is, first=make_convolution)
+        yield GroupRewrite(name=AS_IT_IS, change=as_it_is)
     else:
-        yield Way(name=FILLED, change=fill)
-    yield Way(name=MERGED, change=merge)
-    yield Way(name=PADDED, change=pad, first=make_convolution)
-    yield Way(name=ONE_GROUP, change=make_one)
+        yield GroupRewrite(name=FILLED, change=fill)
+    yield GroupRewrite(name=MERGED, change=merge)
+    yield GroupRewrite(name=PADDED, change=pad, first=make_convolution)
+    yield GroupRewrite(name=ONE_GROUP, change=make_one)
 
 
 def as_it_is(editor: GraphEditor) -> bool:

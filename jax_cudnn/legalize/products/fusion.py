@@ -12,13 +12,13 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes, is_max_or_min
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legal, Legalization
+from jax_cudnn.legalize.common.legalization import Legalization, Rewrite
 from jax_cudnn.legalize.products import conv, matmul, reduction
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 
-_CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
+_CANDIDATES: dict[str, Callable[[Graph], tuple[Rewrite, ...]]] = {
     "conv_dgrad": conv.candidates,
     "conv_fprop": conv.candidates,
     "conv_wgrad": conv.candidates,
@@ -199,7 +199,7 @@ def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
     pairs = zip(graph.output_tensors, wide.output_tensors, strict=True)
     converted = [tensor for tensor, other in pairs if tensor.dtype != other.dtype]
 
-    def with_conversion(way: Legal) -> Legal:
+    def with_conversion(way: Rewrite) -> Rewrite:
         def after(
             operands: Sequence[jax.Array], results: Sequence[jax.Array]
         ) -> tuple[jax.Array, ...]:
@@ -217,10 +217,10 @@ def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
     return replace(legalization, candidates=ways)
 
 
-_Ways = Callable[[Graph], tuple[Legal, ...]]
+_Ways = Callable[[Graph], tuple[Rewrite, ...]]
 
 
-def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
+def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ...]:
     """Return the ways in which XLA makes the operands and cuDNN does the rest.
 
     With many rows, converting 8-bit weights once is faster than in every tile.
@@ -241,7 +241,7 @@ def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]
     )
 
 
-def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
+def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ...]:
     """Return the ways to run the contraction in cuDNN and all else in XLA.
 
     The sums are rounded to the operands' dtype on their way.
@@ -297,12 +297,12 @@ def _part(
 
 def _wrap(
     graph: Graph,
-    way: Legal,
+    way: Rewrite,
     first: list[Node],
     middle: Graph,
     last: list[Node],
     note: str,
-) -> Legal:
+) -> Rewrite:
     """Return a way to run the middle of a graph, with the other nodes left to XLA."""
     table = {t.name: t for t in (*graph.tensors, *middle.tensors)}
     by_name = tuple(table.values())

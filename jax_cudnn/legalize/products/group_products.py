@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.reference.products.grouped_matmul import Groups
 
 _NOTE = "each group is a matmul of its own: the host waits for the sizes"
@@ -42,7 +42,7 @@ _LOADED = {
 }
 
 
-def by_group(graph: Graph) -> Legal:
+def by_group(graph: Graph) -> Rewrite:
     """Return the way to run a grouped matmul or its gradient as a matmul a group."""
     editor = GraphEditor.by_role(graph)
     editor.notes.append(_NOTE)
@@ -54,7 +54,7 @@ def by_group(graph: Graph) -> Legal:
     return replace(editor.finish(), waits=True)
 
 
-def all_groups(graph: Graph) -> Legal:
+def all_groups(graph: Graph) -> Rewrite:
     """Return the way to run a grouped matmul or its gradient by cuBLASLt."""
     editor = GraphEditor.by_role(graph)
     editor.notes.append(_TOGETHER)

@@ -20,7 +20,7 @@ from jax_cudnn.graph import Graph, MatmulAttributes, Node, Target, Tensor
 from jax_cudnn.graph.kinds import Roles, roles_in
 from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization
+from jax_cudnn.legalize.common.legalization import Arrays, Legalization, Rewrite
 from jax_cudnn.legalize.products import fusion
 from jax_cudnn.legalize.products.group_products import (
     ALONG_SUM,
@@ -65,7 +65,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     return Legalization(candidates=(*ways, *others))
 
 
-def _whole(graph: Graph, way: Callable[[Graph], Legal]) -> Legal:
+def _whole(graph: Graph, way: Callable[[Graph], Rewrite]) -> Rewrite:
     """Return a way that has the gradient of b, too, where that is wanted."""
     (node,) = graph.nodes
     if not node.kind.endswith("_backward") or "grad_b" in dict(node.outputs):
@@ -77,7 +77,7 @@ def _whole(graph: Graph, way: Callable[[Graph], Legal]) -> Legal:
 # --- forward --------------------------------------------------------------------------
 
 
-def _ways(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
+def _ways(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
     editor = GraphEditor.by_role(graph)
     if editor.tensors["b"].dims[0] == 1:
         return _as_matmul(graph, target)
@@ -89,7 +89,7 @@ def _ways(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     return ways if target is not None else ways[::-1]
 
 
-def _kernel(graph: Graph, order: tuple[int, ...]) -> Legal:
+def _kernel(graph: Graph, order: tuple[int, ...]) -> Rewrite:
     """Return the way that stores b in an order."""
     editor = GraphEditor.by_role(graph)
     _hide_rows(editor)
@@ -145,7 +145,7 @@ def _hide_rows(editor: GraphEditor) -> None:
     editor.notes.append("rows beyond the last group are set to 0 after the kernel")
 
 
-def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
+def _as_matmul(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
     """Return the ways to run a single group, which cuDNN 9.28 refuses (limits)."""
     editor = GraphEditor.by_role(graph)
     _hide_rows(editor)
@@ -162,7 +162,7 @@ def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     return tuple(replace(_composed(outer, way), problem=outer.graph) for way in inner)
 
 
-def _composed(outer: Legal, inner: Legal) -> Legal:
+def _composed(outer: Rewrite, inner: Rewrite) -> Rewrite:
     """Return two rewritings in a row."""
 
     def before(operands: Sequence[jax.Array]) -> Arrays:
@@ -179,7 +179,7 @@ def _composed(outer: Legal, inner: Legal) -> Legal:
 # --- gradient -------------------------------------------------------------------------
 
 
-def _of_gradient(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
+def _of_gradient(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
     """Return the ways to run the gradient of a, with that of b by XLA beside it."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
@@ -189,7 +189,7 @@ def _of_gradient(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     return tuple(_with_gradient_of_b(graph, way) for way in _ways(product, target))
 
 
-def _with_gradient_of_b(graph: Graph, way: Legal) -> Legal:
+def _with_gradient_of_b(graph: Graph, way: Rewrite) -> Rewrite:
     """Return the way to run a gradient, given that to run its product."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)

@@ -16,14 +16,14 @@ from jax_cudnn.graph.transforms.folding import families
 from jax_cudnn.graph.walks import made_by, read_by, readers
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Arrays, Legal
+from jax_cudnn.legalize.common.legalization import Arrays, Rewrite
 
 # The way with f8 operands copied so that neighbours in memory are added up.
 ALONG_SUM = "along the sum"
 _SUM_AXIS = {"a": 2, "b": 1}
 
 
-def candidates(graph: Graph) -> tuple[Legal, ...]:
+def candidates(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the ways in which cuDNN may run a matmul with what surrounds it.
 
     The engines that take rows which do not fill a load are slow, and some of cuDNN
@@ -54,7 +54,7 @@ def copied_for_f8(graph: Graph) -> tuple[str, ...]:
     return tuple(r for r, each in tensors.items() if each.order[-1] != _SUM_AXIS[r])
 
 
-def _along_the_sum(graph: Graph) -> tuple[Legal, ...]:
+def _along_the_sum(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the way with transposed copies of f8 operands, so that both lie so.
 
     Matrix units of Hopper multiply f8 in this layout alone. A copy takes the time of
@@ -68,11 +68,11 @@ def _along_the_sum(graph: Graph) -> tuple[Legal, ...]:
     for role in copied:
         editor.reorder(names[role], (0, 1, 2) if role == "a" else (0, 2, 1))
         editor.notes.append(f"{role} is transposed: f8 kernels read along the sum")
-    legal = _padded(editor) or editor.finish()
-    return (legal.named(ALONG_SUM),)
+    rewrite = _padded(editor) or editor.finish()
+    return (rewrite.named(ALONG_SUM),)
 
 
-def with_reductions(graph: Graph) -> tuple[Legal, ...]:
+def with_reductions(graph: Graph) -> tuple[Rewrite, ...]:
     """Return the rewrite in which reductions are the last operations of a matmul.
 
     None where rows or columns are padded: what is in the padding would count. Nothing
@@ -91,19 +91,21 @@ def with_reductions(graph: Graph) -> tuple[Legal, ...]:
     for name in made:
         if editor.tensors[name].dtype != "f32":
             editor.convert(name, "f32")
-    legal = _padded(editor) or editor.finish()
+    rewrite = _padded(editor) or editor.finish()
     if editor.tensors[result].dims != graph.tensor(result).dims:
         return ()
 
     def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
-        found = dict(zip(counted.outputs, legal.after(operands, results), strict=True))
+        found = dict(
+            zip(counted.outputs, rewrite.after(operands, results), strict=True)
+        )
         for name, (count, empty) in counts.items():
             number, dtype = found[count], found[name].dtype
             fill = jnp.where(jnp.isnan(number), jnp.nan, empty).astype(dtype)
             found[name] = jnp.where(number > 0, found[name], fill)
         return tuple(found[name] for name in graph.outputs)
 
-    return (replace(legal, after=after),)
+    return (replace(rewrite, after=after),)
 
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -214,7 +216,7 @@ def _batch_first(editor: GraphEditor) -> None:
                 editor.notes.append(f"{name} is transposed: its batch was stored last")
 
 
-def _padded(editor: GraphEditor) -> Legal | None:
+def _padded(editor: GraphEditor) -> Rewrite | None:
     """Return the way with matrices padded to full loads; None where they are."""
     graph = editor.graph
     a, b = (editor.tensors[name] for _, name in editor.main.inputs)

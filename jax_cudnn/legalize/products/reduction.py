@@ -14,7 +14,7 @@ from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.graph.pointwise import is_max_or_min
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import channels_last
-from jax_cudnn.legalize.common.legalization import Legal, Legalization
+from jax_cudnn.legalize.common.legalization import Legalization, Rewrite
 
 _SLOWER = "XLA fuses elementwise work with what is around it"
 
@@ -33,11 +33,11 @@ def legalize(graph: Graph) -> Legalization:
         return Legalization(reasons=(_MAX_AND_MIN,))
     if reasons := _refusals(graph):
         return Legalization(reasons=reasons)
-    legal = _candidate(graph)
-    if legal is None:
+    rewrite = _candidate(graph)
+    if rewrite is None:
         return Legalization(reasons=("cuDNN sums over all axes but the channels",))
     # Only a measurement says otherwise: see choices.py.
-    return Legalization(candidates=(legal,))
+    return Legalization(candidates=(rewrite,))
 
 
 def _refusals(graph: Graph) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def _refusals(graph: Graph) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _candidate(graph: Graph) -> Legal | None:
+def _candidate(graph: Graph) -> Rewrite | None:
     editor = GraphEditor.of(graph)
     rank = len(graph.tensors[0].dims)
     full = max((t.dims for t in graph.tensors), key=math.prod)

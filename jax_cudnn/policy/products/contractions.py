@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jax_cudnn.graph import Graph, Target, is_anchor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.legalize.products.fusion import WITHIN
 from jax_cudnn.policy.nearest import Kernel
@@ -61,7 +61,7 @@ class Contraction:
         return kernels.preference(self.graph, target, tables)
 
 
-def contraction_of(part: Graph, way: Legal) -> Contraction | None:
+def contraction_of(part: Graph, way: Rewrite) -> Contraction | None:
     """Return the contraction whose kernel a way of running a part chooses, if any."""
     if way.core is None or way.problem is None or WITHIN in way.names:
         return None
@@ -70,7 +70,7 @@ def contraction_of(part: Graph, way: Legal) -> Contraction | None:
 
 
 def properties_of(
-    part: Graph, way: Legal, ways: Sequence[Legal], tables: Tables
+    part: Graph, way: Rewrite, ways: Sequence[Rewrite], tables: Tables
 ) -> tuple[str, object]:
     """Return what rows are about a way of running a product, and its properties."""
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
@@ -90,7 +90,7 @@ def properties_of(
     return "depthwise", depthwise_of(way, alike, is_first=is_first)
 
 
-def point_of(part: Graph, way: Legal) -> Kernel | None:
+def point_of(part: Graph, way: Rewrite) -> Kernel | None:
     """Return what a depthwise convolution is measured as; None for other parts."""
     contraction = contraction_of(part, way)
     if contraction is None or not contraction.is_whole:
@@ -113,7 +113,7 @@ def point_of(part: Graph, way: Legal) -> Kernel | None:
     )
 
 
-def measured_as(part: Graph, way: Legal, tables: Tables) -> Kernel | None:
+def measured_as(part: Graph, way: Rewrite, tables: Tables) -> Kernel | None:
     """Return what a part with a contraction is measured as, if it is."""
     point = point_of(part, way)
     if point is not None or contraction_of(part, way) is None:

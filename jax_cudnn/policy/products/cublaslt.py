@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jax_cudnn.graph import Graph, is_anchor, to_json
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.rules import EIGHT_BIT
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.native import has_cublaslt_plan
 from jax_cudnn.policy.products.properties import NARROW
 
@@ -28,7 +28,7 @@ class CublasLtProduct:
     width: int
 
 
-def cublaslt_product(way: Legal) -> CublasLtProduct | None:
+def cublaslt_product(way: Rewrite) -> CublasLtProduct | None:
     """Return the product that a way of running a part is, if cuBLASLt computes it."""
     graph = way.graph
     if len(graph.nodes) > _MOST_NODES or graph.nodes[0].kind != "matmul":

@@ -7,7 +7,7 @@ from typing import get_args
 from jax_cudnn.graph import Graph
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products import conv_channels, conv_depthwise, conv_groups
 from jax_cudnn.legalize.products.fusion import ALONE
 from jax_cudnn.legalize.products.matmul import ALONG_SUM
@@ -21,7 +21,7 @@ from jax_cudnn.policy.products.properties import (
 from jax_cudnn.policy.tables import Tables
 
 
-def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
+def in_order(part: Graph, ways: Sequence[Rewrite], tables: Tables) -> list[Rewrite]:
     """Return the ways to run a part in their order, without those not worth trying.
 
     Ways of a part that no table puts in order stay as they are.
@@ -41,7 +41,7 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
     if contraction_in(problem).kind not in TRIPLES:
         return list(ways)
     cores = dict.fromkeys(way.core for way in ways if way.core is not None)
-    found: dict[tuple[Graph | None, Graph], Legal] = {}
+    found: dict[tuple[Graph | None, Graph], Rewrite] = {}
     for around in tables.order("around convolutions", Convolution(problem)):
         for core in cores:
             alike = [way for way in ways if way.core == core]
@@ -54,7 +54,7 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
     return list(found.values())
 
 
-def order_of(core: Graph, ways: Sequence[Legal], tables: Tables) -> tuple[str, ...]:
+def order_of(core: Graph, ways: Sequence[Rewrite], tables: Tables) -> tuple[str, ...]:
     """Return the order of the ways to write a convolution, by their names."""
     convolution = Convolution(core)
     if convolution.is_depthwise:
@@ -63,7 +63,7 @@ def order_of(core: Graph, ways: Sequence[Legal], tables: Tables) -> tuple[str, .
     return tables.order(of, convolution)
 
 
-def depthwise_of(way: Legal, ways: Sequence[Legal], *, is_first: bool) -> Depthwise:
+def depthwise_of(way: Rewrite, ways: Sequence[Rewrite], *, is_first: bool) -> Depthwise:
     """Return the properties of a way to write a depthwise convolution, one of all."""
     own = (each for each in ways if each.names[0] == conv_depthwise.OWN)
     has_own = any(map(conv_depthwise.has_engine, own))
@@ -77,7 +77,7 @@ def first_way(core: Graph, tables: Tables) -> str:
 
 def is_first_with_more(core: Graph, tables: Tables) -> bool:
     """Whether x is first written with more channels, for this convolution."""
-    return first_way(core, tables) in get_args(conv_channels.Way)
+    return first_way(core, tables) in get_args(conv_channels.ChannelRewrite)
 
 
 def becomes_of_groups(core: Graph, tables: Tables) -> str:

@@ -9,7 +9,7 @@ from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products import (
     causal_conv1d,
     conv_depthwise,
@@ -137,7 +137,7 @@ class Convolution:
 class Depthwise:
     """A depthwise convolution as a way of writing it passes it to cuDNN."""
 
-    def __init__(self, way: Legal, *, has_own_engine: bool, is_first: bool) -> None:
+    def __init__(self, way: Rewrite, *, has_own_engine: bool, is_first: bool) -> None:
         self._way, self._node = way, contraction_in(way.graph)
         self.way, self.kind = way.names[0], self._node.kind
         # Of all ways of writing it.
@@ -189,7 +189,7 @@ class Depthwise:
 class CausalConvolution:
     """A causal convolution or its gradient, and a way to run it."""
 
-    def __init__(self, part: Graph, way: Legal) -> None:
+    def __init__(self, part: Graph, way: Rewrite) -> None:
         (node,) = part.nodes
         x, w = (roles_in(part, node)[role] for role in ("x", "w"))
         self.kind, self.dtype = node.kind, x.dtype
@@ -280,7 +280,7 @@ class CopiedForF8:
 class GroupedProduct:
     """A product of groups of rows, each with a matrix of its own, or its gradient."""
 
-    def __init__(self, part: Graph, way: Legal | None = None) -> None:
+    def __init__(self, part: Graph, way: Rewrite | None = None) -> None:
         (node,) = part.nodes
         roles = roles_in(part, node)
         self.way = way.names[-1] if way is not None else ""

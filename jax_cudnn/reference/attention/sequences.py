@@ -49,7 +49,7 @@ class Spans(NamedTuple):
     lengths: jax.Array
 
 
-class Places(NamedTuple):
+class PackedPositions(NamedTuple):
     """The sequence of each token, or -1, and its number in the sequence: (b, s)."""
 
     sequence: jax.Array
@@ -102,7 +102,7 @@ def _starts_of_offsets(inputs: Operands, kind: str, n: int) -> jax.Array:
     return tokens - size * jnp.arange(b, dtype=tokens.dtype)[:, None]
 
 
-def places(tokens: jax.Array, spans: Spans) -> Places:
+def places(tokens: jax.Array, spans: Spans) -> PackedPositions:
     """Return the place of tokens (s,); where sequences overlap, in the first one."""
     numbers = tokens[None, None] - spans.starts[:, :, None]
     is_inside = (numbers >= 0) & (numbers < spans.lengths[:, :, None])
@@ -112,7 +112,7 @@ def places(tokens: jax.Array, spans: Spans) -> Places:
     # One term of the sum at most.
     is_own = sequences == found[:, None]
     number = jnp.sum(jnp.where(is_own, numbers, 0), axis=1, dtype=numbers.dtype)
-    return Places(sequence=jnp.where(found < n, found, -1), number=number)
+    return PackedPositions(sequence=jnp.where(found < n, found, -1), number=number)
 
 
 def is_inside(size: int, spans: Spans) -> jax.Array:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.graph.attention.cached import room
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import cached as rules
 from tests.attention.shared.cached import cached_graph
 from tests.common.drawn_operands import draw_arrays
@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 
 
-def _run(legal: Legal, operands: list[Any]) -> tuple[Any, ...]:
+def _run(rewrite: Rewrite, operands: list[Any]) -> tuple[Any, ...]:
     """Run a rewritten graph as a kernel does, which leaves junk in rows of no key."""
-    graph = legal.graph
+    graph = rewrite.graph
     assert from_json(to_json(graph)) == graph
     assert all(tensor.order[-1] == 3 for tensor in graph.tensors)
     attributes: Any = graph.nodes[0].attributes
     assert attributes.scale > 0
-    changed = jax.jit(legal.before)(operands)
+    changed = jax.jit(rewrite.before)(operands)
     by_name = dict(zip(graph.inputs, changed, strict=True))
     tensors = {tensor.name: tensor for tensor in graph.tensors}
     for tensor, x in zip(graph.input_tensors, changed, strict=True):
@@ -53,7 +53,7 @@ def _run(legal: Legal, operands: list[Any]) -> tuple[Any, ...]:
     rows = jnp.transpose(is_dead, order)
     made["output"] = jnp.where(rows, jnp.nan, made["output"])
     results = [made[name] for name in graph.outputs]
-    return jax.jit(legal.after)(operands, results)
+    return jax.jit(rewrite.after)(operands, results)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def _check_meaning(graph: Graph, ways: int) -> None:
     want = evaluate(graph, operands)
     candidates = legalize(graph, _HOPPER).candidates
     assert len(candidates) == ways
-    for legal in candidates:
-        for x, y in zip(_run(legal, operands), want, strict=True):
+    for rewrite in candidates:
+        for x, y in zip(_run(rewrite, operands), want, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
@@ -118,8 +118,8 @@ def test_more_tokens_than_there_is_room_for_keep_the_meaning(
         lost = np.isnan(want[1])
         assert lost.any()
         assert not lost.all()
-        for legal in legalize(graph, _HOPPER).candidates:
-            for x, y in zip(_run(legal, operands), want, strict=True):
+        for rewrite in legalize(graph, _HOPPER).candidates:
+            for x, y in zip(_run(rewrite, operands), want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
@@ -152,9 +152,9 @@ def test_queries_become_heads_within_a_window(left: int, is_paged: bool) -> None
         _check_meaning(graph, 2)
 
 
-def _only(graph: Graph) -> Legal:
-    (legal,) = legalize(graph, _HOPPER).candidates
-    return legal
+def _only(graph: Graph) -> Rewrite:
+    (rewrite,) = legalize(graph, _HOPPER).candidates
+    return rewrite
 
 
 def test_as_heads_the_kernel_has_one_query_and_every_head() -> None:
@@ -178,8 +178,10 @@ def test_the_cache_reaches_the_kernel_as_it_is() -> None:
         graph = cached_graph(is_paged=is_paged, dtype="bf16")
         operands = draw_arrays(graph)
         given = dict(zip(graph.inputs, operands, strict=True))
-        for legal in legalize(graph, _HOPPER).candidates:
-            changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+        for rewrite in legalize(graph, _HOPPER).candidates:
+            changed = dict(
+                zip(rewrite.graph.inputs, rewrite.before(operands), strict=True)
+            )
             for role in ("key", "value"):
                 assert changed[role] is given[role]
 

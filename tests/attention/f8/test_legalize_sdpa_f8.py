@@ -43,19 +43,19 @@ _BOTH = ("query_lengths", "key_lengths")
 )
 def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> None:
     graph = f8_graph(**change)
-    (legal,) = legalize(graph, target).candidates
-    assert from_json(to_json(legal.graph)) == legal.graph
-    tensors = {tensor.name: tensor for tensor in legal.graph.tensors}
+    (rewrite,) = legalize(graph, target).candidates
+    assert from_json(to_json(rewrite.graph)) == rewrite.graph
+    tensors = {tensor.name: tensor for tensor in rewrite.graph.tensors}
     for role in ("query", "key", "value", "output"):
         assert tensors[role].order[-1] == 3
         assert tensors[role].dims[3] % 16 == 0
     assert tensors["query"].dims[2] > 1 or target == _BLACKWELL
     assert ("query_lengths" in tensors) == ("key_lengths" in tensors)
-    attributes: Any = legal.graph.nodes[0].attributes
+    attributes: Any = rewrite.graph.nodes[0].attributes
     assert attributes.scale > 0
     operands = draw_arrays(graph, seed=4)
     want = evaluate(graph, operands)
-    got = evaluate_legal(legal, operands)
+    got = evaluate_legal(rewrite, operands)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))

@@ -20,6 +20,6 @@ def semantic_graphs(case: Case) -> list[Graph]:
 def emitted_graphs(case: Case, target: Target) -> list[list[Graph]]:
     """Return, for each semantic graph, cuDNN's candidates in order of preference."""
     return [
-        [legal.graph for legal in legalize(graph, target).candidates]
+        [rewrite.graph for rewrite in legalize(graph, target).candidates]
         for graph in semantic_graphs(case)
     ]

@@ -39,8 +39,8 @@ def test_every_form_of_a_cache_has_a_plan(gpu: str) -> None:
             options = {"d": 128, "e": 128, "dtype": "bf16", **case}
             sizes |= {x: options.pop(x) for x in ("s", "g", "k") if x in options}
             graph = cached_graph(is_paged=page > 0, sizes=sizes, **options)
-            for i, legal in enumerate(legalize(graph, target).candidates):
-                graphs[f"{name} {page} {i}"] = to_json(legal.graph)
+            for i, rewrite in enumerate(legalize(graph, target).candidates):
+                graphs[f"{name} {page} {i}"] = to_json(rewrite.graph)
     assert len(graphs) == len(_PAGES) * (len(_CASES) + 3)
     answers = harness.plan_all([*graphs.values()], gpu, build=False)
     refused = {

@@ -65,7 +65,7 @@ def test_each_way_to_dropout_is_planned(name: str, gpu: str) -> None:
     # For the version that a kernel's numbers were compared with, so both ways.
     target = offline.find(gpu).target(91900)
     ways = [
-        [to_json(legal.graph) for legal in legalize(graph, target).candidates]
+        [to_json(rewrite.graph) for rewrite in legalize(graph, target).candidates]
         for graph in _graphs(_CASES[name])
     ]
     forms = 2 if "window" in _CASES[name] else 1  # as a band, or part of the mask

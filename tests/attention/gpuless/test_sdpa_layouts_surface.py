@@ -92,11 +92,11 @@ def test_every_layout_has_plans_without_a_transpose(layout: Any, gpu: str) -> No
         return sdpa(*operands, layout=layout, is_causal=True)
 
     for graph in _graphs(call, query, key, key):
-        legal, *_ = legalize(graph, harness.target(gpu)).candidates
-        for tensor in legal.graph.tensors:
+        rewrite, *_ = legalize(graph, harness.target(gpu)).candidates
+        for tensor in rewrite.graph.tensors:
             own = graph.tensor(tensor.name)
             assert (tensor.dims, tensor.order) == (own.dims, own.order)
-        (answer,) = harness.plan_all([to_json(legal.graph)], gpu, build=False)
+        (answer,) = harness.plan_all([to_json(rewrite.graph)], gpu, build=False)
         assert answer.get("candidates"), answer
 
 

@@ -146,8 +146,8 @@ def test_the_maximum_is_planned_beside_all_options(gpu: str) -> None:
         jaxpr = jax.make_jaxpr(call)(query, key, key).jaxpr
         ((graph, _, _),) = subprograms(jaxpr)
         for target in (harness.target(gpu), offline.find(gpu).target(91900)):
-            legal, *_ = legalize(graph, target).candidates
-            texts[f"{name}, {target.cudnn_version}"] = to_json(legal.graph)
+            rewrite, *_ = legalize(graph, target).candidates
+            texts[f"{name}, {target.cudnn_version}"] = to_json(rewrite.graph)
     assert not harness.unplanned(texts, gpu)
 
 

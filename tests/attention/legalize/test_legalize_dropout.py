@@ -24,7 +24,7 @@ from jax_cudnn.graph import (
     sdpa_graph,
     to_json,
 )
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.reference.attention.dropout import numbered
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -110,13 +110,13 @@ def _operands(graph: Graph) -> list[jax.Array]:
     return list(drawn.values())
 
 
-def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    assert from_json(to_json(legal.graph)) == legal.graph
-    assert legal.graph.nodes[0].kind in ("sdpa", "sdpa_backward")
-    changed = jax.jit(legal.before)(operands)
-    for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
+def _run(rewrite: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    assert from_json(to_json(rewrite.graph)) == rewrite.graph
+    assert rewrite.graph.nodes[0].kind in ("sdpa", "sdpa_backward")
+    changed = jax.jit(rewrite.before)(operands)
+    for tensor, x in zip(rewrite.graph.input_tensors, changed, strict=True):
         assert x.shape == tensor.stored_shape, tensor
-    return jax.jit(legal.after)(operands, flash(legal.graph, changed))
+    return jax.jit(rewrite.after)(operands, flash(rewrite.graph, changed))
 
 
 def _backward(graph: Graph, operands: list[jax.Array], outputs: Any) -> tuple[Any, Any]:
@@ -136,18 +136,18 @@ def _backward(graph: Graph, operands: list[jax.Array], outputs: Any) -> tuple[An
     return backward.graph, [source[kind][i] for kind, i in backward.operands]
 
 
-def _assert_close(graph: Graph, legal: Legal, got: Any, want: Any) -> None:
+def _assert_close(graph: Graph, rewrite: Rewrite, got: Any, want: Any) -> None:
     for name, x, y in zip(graph.outputs, got, want, strict=True):
         atol = 2e-5
-        if "dropout_seed" in _dropout_roles(legal):
+        if "dropout_seed" in _dropout_roles(rewrite):
             # A kernel that draws for itself divides by 1 - rate - 2^-16. For a quarter
             # that is 2e-5 of each term of a sum, of which some cancel.
             atol = 5e-5 * max(1.0, float(np.abs(y[np.isfinite(y)]).max()))
         np.testing.assert_allclose(x, y, rtol=5e-5, atol=atol, err_msg=name)
 
 
-def _dropout_roles(legal: Legal) -> set[str]:
-    roles = {role for role, _ in legal.graph.nodes[0].inputs}
+def _dropout_roles(rewrite: Rewrite) -> set[str]:
+    roles = {role for role, _ in rewrite.graph.nodes[0].inputs}
     return {role for role in roles if role.startswith("dropout")}
 
 
@@ -184,10 +184,10 @@ def test_legal_graphs_with_dropout_keep_the_meaning(
     assert _dropout_roles(forward[0]) == _dropout_roles(gradient[0]) == first
     assert _dropout_roles(forward[-1]) == _dropout_roles(gradient[-1])
     assert _dropout_roles(forward[-1]) == {"dropout_mask"}
-    for legal in forward:
-        _assert_close(graph, legal, _run(legal, operands), outputs)
-    for legal in gradient:
-        _assert_close(backward, legal, _run(legal, more), want)
+    for rewrite in forward:
+        _assert_close(graph, rewrite, _run(rewrite, operands), outputs)
+    for rewrite in gradient:
+        _assert_close(backward, rewrite, _run(rewrite, more), want)
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -199,8 +199,8 @@ def test_the_log_sum_exp_need_not_be_asked_for(
     graph = _graph(*roles, with_stats=False)
     operands = _operands(graph)
     outputs = evaluate(graph, operands)
-    for legal in legalize(graph, _KEPT_WHERE[way]).candidates:
-        _assert_close(graph, legal, _run(legal, operands), outputs)
+    for rewrite in legalize(graph, _KEPT_WHERE[way]).candidates:
+        _assert_close(graph, rewrite, _run(rewrite, operands), outputs)
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -216,10 +216,10 @@ def test_a_mask_of_the_callers_keeps_the_meaning(roles: tuple[str, ...]) -> None
     given = list(operands.values())
     outputs = evaluate(graph, given)
     backward, more = _backward(graph, given, outputs)
-    for legal in legalize(graph, _COMPARED).candidates:
-        _assert_close(graph, legal, _run(legal, given), outputs)
-    for legal in legalize(backward, _COMPARED).candidates:
-        _assert_close(backward, legal, _run(legal, more), evaluate(backward, more))
+    for rewrite in legalize(graph, _COMPARED).candidates:
+        _assert_close(graph, rewrite, _run(rewrite, given), outputs)
+    for rewrite in legalize(backward, _COMPARED).candidates:
+        _assert_close(backward, rewrite, _run(rewrite, more), evaluate(backward, more))
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -232,8 +232,8 @@ def test_padded_rows_and_keys_do_not_move_what_is_dropped(
     operands = _operands(graph)
     outputs = evaluate(graph, operands)
     backward, more = _backward(graph, operands, outputs)
-    for legal in legalize(backward, _KEPT_WHERE[way]).candidates:
-        _assert_close(backward, legal, _run(legal, more), evaluate(backward, more))
+    for rewrite in legalize(backward, _KEPT_WHERE[way]).candidates:
+        _assert_close(backward, rewrite, _run(rewrite, more), evaluate(backward, more))
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -243,9 +243,9 @@ def test_a_single_query_gets_a_second_row(roles: tuple[str, ...], way: str) -> N
     graph = _graph(*roles, s=1)
     operands = _operands(graph)
     outputs = evaluate(graph, operands)
-    for legal in legalize(graph, _KEPT_WHERE[way]).candidates:
-        assert legal.graph.tensor("query").dims[2] == 2
-        _assert_close(graph, legal, _run(legal, operands), outputs)
+    for rewrite in legalize(graph, _KEPT_WHERE[way]).candidates:
+        assert rewrite.graph.tensor("query").dims[2] == 2
+        _assert_close(graph, rewrite, _run(rewrite, operands), outputs)
 
 
 @pytest.mark.thorough
@@ -256,8 +256,8 @@ def test_rows_far_from_zero_have_the_gradient_of_their_mask() -> None:
     operands["bias"] = operands["bias"].at[:, :, ::3].add(-1e9)
     outputs = evaluate(graph, list(operands.values()))
     backward, more = _backward(graph, list(operands.values()), outputs)
-    for legal in legalize(backward, _COMPARED).candidates:
-        _assert_close(backward, legal, _run(legal, more), evaluate(backward, more))
+    for rewrite in legalize(backward, _COMPARED).candidates:
+        _assert_close(backward, rewrite, _run(rewrite, more), evaluate(backward, more))
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_entries_of_several_examples_keep_the_meaning(b: int, entries: int) -> N
         candidates = legalize(each, _COMPARED).candidates
         draws = "dropout_seed" in _dropout_roles(candidates[0])
         assert draws == (b <= entries)
-        for legal in candidates:
-            _assert_close(each, legal, _run(legal, given), want)
+        for rewrite in candidates:
+            _assert_close(each, rewrite, _run(rewrite, given), want)
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -340,8 +340,8 @@ def test_a_device_with_half_of_each_example_keeps_the_meaning(
         jnp.asarray(operands[t.name], jax_dtype(t.dtype)).reshape(t.stored_shape)
         for t in part.input_tensors
     ]
-    for legal in legalize(part, _COMPARED).candidates:
-        _assert_close(part, legal, _run(legal, arrays), evaluate(part, arrays))
+    for rewrite in legalize(part, _COMPARED).candidates:
+        _assert_close(part, rewrite, _run(rewrite, arrays), evaluate(part, arrays))
 
 
 def test_examples_fold_unless_cudnn_is_asked_for() -> None:

@@ -18,7 +18,7 @@ from jax_cudnn import score_mods, sdpa
 from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor, from_json, to_json
 from jax_cudnn.graph.attention.score_mod import gradient_steps, largest
 from jax_cudnn.graph.attention.sdpa import SDPA
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.lowering import traced_graphs
 from tests.attention.shared.flash import flash
@@ -98,12 +98,12 @@ def with_steps(graph: Graph, steps: tuple[str, ...], axes: tuple[str, ...]) -> G
     )
 
 
-def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    assert from_json(to_json(legal.graph)) == legal.graph
-    changed = jax.jit(legal.before)(operands)
-    for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
+def _run(rewrite: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    assert from_json(to_json(rewrite.graph)) == rewrite.graph
+    changed = jax.jit(rewrite.before)(operands)
+    for tensor, x in zip(rewrite.graph.input_tensors, changed, strict=True):
         assert x.shape == tensor.stored_shape, tensor
-    return jax.jit(legal.after)(operands, flash(legal.graph, changed))
+    return jax.jit(rewrite.after)(operands, flash(rewrite.graph, changed))
 
 
 def _assert_close(graph: Graph, got: Any, want: Any) -> None:
@@ -120,9 +120,9 @@ def test_legal_graphs_keep_the_meaning(name: str, others: str) -> None:
     )
     operands = draw_arrays(graph)
     outputs = evaluate(graph, operands)
-    for legal in legalize(graph, _HOPPER).candidates:
-        assert legal.graph.tensor("query").dims[2] > 1
-        _assert_close(graph, _run(legal, operands), outputs)
+    for rewrite in legalize(graph, _HOPPER).candidates:
+        assert rewrite.graph.tensor("query").dims[2] > 1
+        _assert_close(graph, _run(rewrite, operands), outputs)
 
     assert SDPA.derivative is not None
     wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
@@ -141,12 +141,12 @@ def test_legal_graphs_keep_the_meaning(name: str, others: str) -> None:
     want = evaluate(backward.graph, operands)
     candidates = legalize(backward.graph, _HOPPER).candidates
     assert candidates
-    for legal in candidates:
-        _assert_close(backward.graph, _run(legal, operands), want)
+    for rewrite in candidates:
+        _assert_close(backward.graph, _run(rewrite, operands), want)
         # What cuDNN has no gradient of is left to the reference, which is said.
-        kept = set(legal.graph.outputs) - {"grad_query", "grad_key", "grad_value"}
+        kept = set(rewrite.graph.outputs) - {"grad_query", "grad_key", "grad_value"}
         assert not kept
-        is_said = any("score_mod reads" in note for note in legal.notes)
+        is_said = any("score_mod reads" in note for note in rewrite.notes)
         assert is_said == bool(_MODS[name][1])
 
 

@@ -23,7 +23,7 @@ import pytest
 import jax_cudnn
 from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.graph.attention.sdpa import SDPA
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.policy import ranked
@@ -68,15 +68,15 @@ def _check_form(graph: Graph) -> None:
         assert by_name["bias"].dims[2:] == (rows, columns)
 
 
-def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    _check_form(legal.graph)
-    changed = jax.jit(legal.before)(operands)
-    for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
+def _run(rewrite: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    _check_form(rewrite.graph)
+    changed = jax.jit(rewrite.before)(operands)
+    for tensor, x in zip(rewrite.graph.input_tensors, changed, strict=True):
         assert x.shape == tensor.stored_shape, tensor
         # A key is hidden by -inf, but never all keys of a row: cuDNN would get 0/0.
         worst = np.max(x, axis=-1) if tensor.name == "bias" else x
         assert np.isfinite(worst).all(), tensor
-    return jax.jit(legal.after)(operands, flash(legal.graph, changed))
+    return jax.jit(rewrite.after)(operands, flash(rewrite.graph, changed))
 
 
 def _assert_close(graph: Graph, got: Any, want: Any) -> None:
@@ -86,7 +86,7 @@ def _assert_close(graph: Graph, got: Any, want: Any) -> None:
 
 def _check_meaning(
     graph: Graph, target: Target | None, *, with_grad_stats: bool = False
-) -> tuple[Legal, ...]:
+) -> tuple[Rewrite, ...]:
     """Compare forward and gradient, before and after legalisation; return all used."""
     operands = draw_arrays(graph)
     (forward,) = legalize(graph, target).candidates
@@ -113,8 +113,8 @@ def _check_meaning(
     # The gradient of a bias has a second way, unless it needs no kernel at all.
     has_two = "bias" in graph.inputs and graph.tensor("bias").dims[3] != 1
     assert len(candidates) == (2 if has_two else 1)
-    for legal in candidates:
-        _assert_close(backward.graph, _run(legal, operands), want)
+    for rewrite in candidates:
+        _assert_close(backward.graph, _run(rewrite, operands), want)
     return (forward, *candidates)
 
 
@@ -161,10 +161,10 @@ def test_every_layout_keeps_the_meaning(
     graph = attention_graph(
         sizes=_SIZES, lengths=("key_lengths",), with_stats=True, order=order
     )
-    for legal in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
+    for rewrite in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
         # Only the last axis moves: the others stay in the caller's order.
         others = [axis for axis in order if axis != 3]
-        assert legal.graph.tensor("query").order == (*others, 3)
+        assert rewrite.graph.tensor("query").order == (*others, 3)
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -194,9 +194,9 @@ def test_a_single_query_keeps_the_meaning_with_a_second_row(
     )
     forward, *backward = _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats)
     assert forward.graph.tensor("query").dims[2] == 1
-    for legal in backward:
+    for rewrite in backward:
         for name in ("query", "output", "grad_output", "grad_query", "stats"):
-            assert legal.graph.tensor(name).dims[2] == 2, name
+            assert rewrite.graph.tensor(name).dims[2] == 2, name
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -204,14 +204,14 @@ def test_a_row_without_keys_meets_finite_numbers_and_gives_zero() -> None:
     graph = attention_graph(
         sizes=_SIZES, mask="b1st", lengths=_LENGTHS[3], is_causal=True, with_stats=True
     )
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     operands = draw_arrays(graph)
     operands[graph.inputs.index("mask")] = jnp.zeros((2, 1, 5, 7), bool)
     operands[graph.inputs.index("key_lengths")] = jnp.zeros((2, 1, 1, 1), jnp.int32)
-    changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    changed = dict(zip(rewrite.graph.inputs, rewrite.before(operands), strict=True))
     # Zero keys gave NaN in some versions: at least one is passed.
     np.testing.assert_array_equal(changed["key_lengths"], 1)
-    output, stats = _run(legal, operands)
+    output, stats = _run(rewrite, operands)
     np.testing.assert_array_equal(output, 0)
     np.testing.assert_array_equal(stats, -np.inf)
 
@@ -219,10 +219,10 @@ def test_a_row_without_keys_meets_finite_numbers_and_gives_zero() -> None:
 @pytest.mark.usefixtures("_allow_f32")
 def test_lengths_beyond_the_axis_are_cut_to_it() -> None:
     graph = attention_graph(sizes=_SIZES, lengths=_LENGTHS[3])
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     operands = draw_arrays(graph)
     operands[3:] = [jnp.array([-4, 99], jnp.int32).reshape(2, 1, 1, 1)] * 2
-    changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    changed = dict(zip(rewrite.graph.inputs, rewrite.before(operands), strict=True))
     assert changed["query_lengths"].ravel().tolist() == [0, 5]
     assert changed["key_lengths"].ravel().tolist() == [1, 7]
 
@@ -232,7 +232,7 @@ def test_what_the_kernel_leaves_in_hidden_places_does_not_come_out() -> None:
         sizes=_SIZES, dtype="bf16", lengths=_LENGTHS[3], with_stats=True
     )
     for graph in (forward, backward_graph(forward)):
-        (legal,) = legalize(graph, _HOPPER).candidates
+        (rewrite,) = legalize(graph, _HOPPER).candidates
         lengths = jnp.array([2, 3], jnp.int32).reshape(2, 1, 1, 1)
         operands = [
             lengths if tensor.dtype == "i32" else x
@@ -240,10 +240,10 @@ def test_what_the_kernel_leaves_in_hidden_places_does_not_come_out() -> None:
         ]
         left = [
             jnp.full(t.stored_shape, jnp.nan, jax_dtype(t.dtype))
-            for t in legal.graph.output_tensors
+            for t in rewrite.graph.output_tensors
         ]
         for tensor, x in zip(
-            graph.output_tensors, legal.after(operands, left), strict=True
+            graph.output_tensors, rewrite.after(operands, left), strict=True
         ):
             logical = np.moveaxis(np.asarray(x, np.float32), tensor.order, range(4))
             hidden = [logical[0, :, 2:], logical[1, :, 3:]]
@@ -262,7 +262,7 @@ def test_entries_without_queries_give_their_keys_no_gradient(
         sizes=_SIZES, dtype="bf16", lengths=("query_lengths",), with_stats=True
     )
     graph = backward_graph(forward)
-    (legal,) = legalize(graph, target).candidates
+    (rewrite,) = legalize(graph, target).candidates
     lengths = jnp.array([0, 3], jnp.int32).reshape(2, 1, 1, 1)
     operands = [
         lengths if tensor.dtype == "i32" else x
@@ -270,9 +270,9 @@ def test_entries_without_queries_give_their_keys_no_gradient(
     ]
     left = [
         jnp.full(t.stored_shape, jnp.nan, jax_dtype(t.dtype))
-        for t in legal.graph.output_tensors
+        for t in rewrite.graph.output_tensors
     ]
-    found = dict(zip(graph.outputs, legal.after(operands, left), strict=True))
+    found = dict(zip(graph.outputs, rewrite.after(operands, left), strict=True))
     for name in ("grad_key", "grad_value"):
         tensor = graph.tensor(name)
         logical = np.moveaxis(
@@ -291,11 +291,11 @@ def test_head_sizes_are_padded_to_multiples_of_8(size: int, padded: int) -> None
     graph = attention_graph(
         sizes={**_SIZES, "d": size, "e": size + 16}, dtype="bf16", with_stats=True
     )
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     for name in ("query", "key"):
-        assert legal.graph.tensor(name).dims[3] == padded
+        assert rewrite.graph.tensor(name).dims[3] == padded
     for name in ("value", "output"):
-        assert legal.graph.tensor(name).dims[3] == padded + 16
+        assert rewrite.graph.tensor(name).dims[3] == padded + 16
 
 
 @pytest.mark.parametrize(("e", "padded"), [(3, 8), (5, 8), (6, 16), (8, 16), (64, 72)])
@@ -304,10 +304,10 @@ def test_the_cotangent_of_statistics_takes_three_spare_columns(
 ) -> None:
     forward = attention_graph(sizes={**_SIZES, "e": e}, dtype="bf16", with_stats=True)
     graph = backward_graph(forward, with_grad_stats=True)
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     for name in ("value", "output", "grad_output", "grad_value"):
-        assert legal.graph.tensor(name).dims[3] == padded
-    assert legal.graph.tensor("query").dims[3] == 8
+        assert rewrite.graph.tensor(name).dims[3] == padded
+    assert rewrite.graph.tensor("query").dims[3] == 8
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -331,8 +331,8 @@ def test_the_cotangent_of_statistics_keeps_f32_accuracy(dtype: Any) -> None:
         "grad_stats": jnp.full((1, 1, 3, 1), 192 + 3 / 16 + last, jnp.float32),
     }
     operands = [values[name] for name in graph.inputs]
-    (legal,) = legalize(graph, _HOPPER).candidates
-    results = legal.after(operands, flash(legal.graph, legal.before(operands)))
+    (rewrite,) = legalize(graph, _HOPPER).candidates
+    results = rewrite.after(operands, flash(rewrite.graph, rewrite.before(operands)))
     grad_key = dict(zip(graph.outputs, results, strict=True))["grad_key"]
     # Three queries of ones, each with the slope last / 2.
     got = np.asarray(grad_key[0, 0, 0], np.float64)
@@ -346,8 +346,8 @@ def test_the_cotangent_of_statistics_may_have_any_size_in_f16(size: float) -> No
     operands = draw_arrays(graph)
     index = graph.inputs.index("grad_stats")
     operands[index] = size * operands[index]
-    (legal,) = legalize(graph, _HOPPER).candidates
-    given = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    (rewrite,) = legalize(graph, _HOPPER).candidates
+    given = dict(zip(rewrite.graph.inputs, rewrite.before(operands), strict=True))
     e = _SIZES["e"]
     columns = np.s_[..., e : e + 3]
     products = np.prod(
@@ -376,12 +376,12 @@ def test_old_cudnn_gets_lengths_where_the_frontend_would_add_its_own(
     target = dataclasses.replace(_HOPPER, cudnn_version=cudnn_version)
     forward = attention_graph(sizes={**_SIZES, "t": t}, dtype="bf16", with_stats=True)
     for graph in (forward, backward_graph(forward)):
-        (legal,) = legalize(graph, target).candidates
-        assert ("query_lengths" in legal.graph.inputs) == is_given
-        assert ("key_lengths" in legal.graph.inputs) == is_given
+        (rewrite,) = legalize(graph, target).candidates
+        assert ("query_lengths" in rewrite.graph.inputs) == is_given
+        assert ("key_lengths" in rewrite.graph.inputs) == is_given
         if is_given:
-            changed = legal.before(draw_arrays(graph))
-            given = dict(zip(legal.graph.inputs, changed, strict=True))
+            changed = rewrite.before(draw_arrays(graph))
+            given = dict(zip(rewrite.graph.inputs, changed, strict=True))
             assert given["query_lengths"].ravel().tolist() == [5, 5]
             assert given["key_lengths"].ravel().tolist() == [t, t]
 
@@ -408,12 +408,12 @@ def test_key_counts_whose_gradient_is_nan_are_padded(
             _HOPPER, cudnn_version=cudnn_version, sm_version=sm_version
         )
     forward = attention_graph(sizes={**_SIZES, "t": t}, dtype="bf16", with_stats=True)
-    (legal,) = legalize(forward, target).candidates
-    assert legal.graph.tensor("key").dims[2] == t
-    (legal,) = legalize(backward_graph(forward), target).candidates
+    (rewrite,) = legalize(forward, target).candidates
+    assert rewrite.graph.tensor("key").dims[2] == t
+    (rewrite,) = legalize(backward_graph(forward), target).candidates
     for name in ("key", "value", "grad_key", "grad_value"):
-        assert legal.graph.tensor(name).dims[2] == (t + 64 if is_padded else t)
-    assert ("key_lengths" in legal.graph.inputs) == is_padded
+        assert rewrite.graph.tensor(name).dims[2] == (t + 64 if is_padded else t)
+    assert ("key_lengths" in rewrite.graph.inputs) == is_padded
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -437,8 +437,8 @@ def test_padded_key_counts_keep_the_meaning(
 
 
 def test_an_unknown_gpu_gets_no_lengths() -> None:
-    (legal,) = legalize(attention_graph(dtype="bf16"), None).candidates
-    assert set(legal.graph.inputs) == {"query", "key", "value"}
+    (rewrite,) = legalize(attention_graph(dtype="bf16"), None).candidates
+    assert set(rewrite.graph.inputs) == {"query", "key", "value"}
 
 
 @pytest.mark.parametrize(
@@ -462,8 +462,8 @@ def test_mask_and_bias_become_one_bias_with_full_rows_and_columns(
     graph = attention_graph(
         sizes=_SIZES, dtype="bf16", mask=mask, bias=bias, bias_dtype=bias_dtype
     )
-    (legal,) = legalize(graph, _HOPPER).candidates
-    tensor = legal.graph.tensor("bias")
+    (rewrite,) = legalize(graph, _HOPPER).candidates
+    tensor = rewrite.graph.tensor("bias")
     assert (tensor.dims, tensor.dtype) == (dims, dtype)
 
 
@@ -480,13 +480,13 @@ def test_a_mask_hides_keys_below_any_bias(
     # Where the mask lets a query look, there the bias nearly forbids it.
     low = jnp.where(operands["mask"], jnp.float32(lowest), operands["bias"])
     operands["bias"] = low
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     ordered = [operands[name] for name in graph.inputs]
     # Scores are rounded to what f32 has beside the bias, the kernel's times log2(e).
     spacing = float(
         np.spacing(np.float32(lowest * np.log2(np.e) if lowest > -1e9 else 0))
     )
-    for x, y in zip(_run(legal, ordered), evaluate(graph, ordered), strict=True):
+    for x, y in zip(_run(rewrite, ordered), evaluate(graph, ordered), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 + abs(spacing))
 
 
@@ -494,10 +494,10 @@ def test_a_mask_hides_keys_below_any_bias(
 def test_a_bias_that_all_keys_of_a_row_share_does_not_reach_cudnn(bias: str) -> None:
     forward = attention_graph(sizes=_SIZES, dtype="bf16", bias=bias, with_stats=True)
     for graph in (forward, backward_graph(forward)):
-        (legal,) = legalize(graph, _HOPPER).candidates
-        assert "bias" not in legal.graph.inputs
-        assert "grad_bias" not in legal.graph.outputs
-        assert not legal.notes
+        (rewrite,) = legalize(graph, _HOPPER).candidates
+        assert "bias" not in rewrite.graph.inputs
+        assert "grad_bias" not in rewrite.graph.outputs
+        assert not rewrite.notes
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -507,9 +507,9 @@ def test_a_bias_of_whole_rows_is_added_to_the_statistics_only(
     axes: str, with_grad_stats: bool
 ) -> None:
     graph = attention_graph(sizes=_SIZES, bias=axes, with_stats=True)
-    for legal in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
-        assert "bias" not in legal.graph.inputs
-        assert legal.notes == ()
+    for rewrite in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
+        assert "bias" not in rewrite.graph.inputs
+        assert rewrite.notes == ()
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -523,8 +523,8 @@ def test_minus_infinity_in_a_bias_of_whole_rows_hides_the_row() -> None:
                 values[tensor.name] = jnp.ones(tensor.stored_shape, jnp.float32)
         operands = [values[name] for name in graph.inputs]
         want = evaluate(graph, operands)
-        (legal,) = legalize(graph, _HOPPER).candidates
-        _assert_close(graph, _run(legal, operands), want)
+        (rewrite,) = legalize(graph, _HOPPER).candidates
+        _assert_close(graph, _run(rewrite, operands), want)
         values |= dict(zip(graph.outputs, want, strict=True))
     assert np.isneginf(values["stats"]).sum() == 6 + 6 * 5
 
@@ -537,11 +537,11 @@ def test_a_scale_that_is_not_positive_moves_into_the_query(
     scale: float, legal_scale: float, factor: int
 ) -> None:
     graph = attention_graph(dtype="bf16", sizes=_SIZES, scale=scale)
-    (legal,) = legalize(graph, _HOPPER).candidates
-    attributes: Any = legal.graph.nodes[0].attributes
+    (rewrite,) = legalize(graph, _HOPPER).candidates
+    attributes: Any = rewrite.graph.nodes[0].attributes
     assert attributes.scale == legal_scale
     operands = draw_arrays(graph)
-    changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    changed = dict(zip(rewrite.graph.inputs, rewrite.before(operands), strict=True))
     np.testing.assert_array_equal(changed["query"][..., :5], factor * operands[0])
 
 
@@ -549,15 +549,15 @@ def test_graphs_that_cudnn_takes_are_left_alone() -> None:
     graph = attention_graph(
         sizes={**_SIZES, "d": 64, "e": 128}, dtype="f16", bias="1hst", bias_dtype="f32"
     )
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     operands = draw_arrays(graph)
-    assert {t.name: t for t in legal.graph.tensors} == {
+    assert {t.name: t for t in rewrite.graph.tensors} == {
         t.name: t for t in graph.tensors
     }
     by_name = dict(zip(graph.inputs, operands, strict=True))
-    for name, x in zip(legal.graph.inputs, legal.before(operands), strict=True):
+    for name, x in zip(rewrite.graph.inputs, rewrite.before(operands), strict=True):
         assert x is by_name[name]
-    assert legal.notes == ()
+    assert rewrite.notes == ()
 
 
 # --- the gradient of a bias -----------------------------------------------------------
@@ -580,12 +580,12 @@ def test_a_bias_gradient_falls_back_to_xla_alone_with_a_note(
     )
     graph = backward_graph(forward, with_grad_bias=with_grad_bias)
     candidates = legalize(graph, _HOPPER).candidates
-    assert [len(legal.notes) for legal in candidates] == notes
-    for legal in candidates:
-        in_cudnn = with_grad_bias and not legal.notes
-        assert ("grad_bias" in legal.graph.outputs) == in_cudnn
-        if legal.notes:
-            assert legal.notes == (
+    assert [len(rewrite.notes) for rewrite in candidates] == notes
+    for rewrite in candidates:
+        in_cudnn = with_grad_bias and not rewrite.notes
+        assert ("grad_bias" in rewrite.graph.outputs) == in_cudnn
+        if rewrite.notes:
+            assert rewrite.notes == (
                 f"the gradient of bias {bias_dtype}[1, 6, 5, 7] is computed by XLA: "
                 "cuDNN has no plan for it; its memory grows with s*t",
             )
@@ -878,10 +878,10 @@ def test_gradients_of_parts_of_the_keys_add_up(
                 results = evaluate(part, arrays)
             else:
                 candidates = legalize(part, _HOPPER).candidates
-                legal = candidates[min(way, len(candidates) - 1)]
-                assert not legal.graph.nodes[0].attributes.is_partial  # type: ignore[attr-defined]
+                rewrite = candidates[min(way, len(candidates) - 1)]
+                assert not rewrite.graph.nodes[0].attributes.is_partial  # type: ignore[attr-defined]
                 arrays = _within_lengths(part, arrays)
-                results = _run(legal, arrays)
+                results = _run(rewrite, arrays)
             for name, x in zip(part.outputs, results, strict=True):
                 found[name].append(x)
         for name, want in whole.items():

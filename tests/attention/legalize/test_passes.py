@@ -79,14 +79,14 @@ def test_a_graph_takes_the_passes_for_what_it_has(
 
     noted = {name: noting(name, each) for name, each in PASSES.items()}
     monkeypatch.setattr(passes, "PASSES", noted)
-    legal = legalize(graph, _TARGET).candidates[0]
+    rewrite = legalize(graph, _TARGET).candidates[0]
     assert set(found) == {*_ALWAYS, *added}
-    assert "mask" not in legal.graph.inputs
+    assert "mask" not in rewrite.graph.inputs
 
 
 def test_attention_over_a_cache_takes_its_own_passes() -> None:
     graph = cached_graph(dtype="bf16", sizes={"s": 1}, scale=-0.3)
-    (legal,) = legalize(graph, _TARGET).candidates
-    attributes: Any = legal.graph.nodes[0].attributes
+    (rewrite,) = legalize(graph, _TARGET).candidates
+    attributes: Any = rewrite.graph.nodes[0].attributes
     assert attributes.scale == 0.3
-    assert {"query_lengths", "key_lengths"} <= {*legal.graph.inputs}
+    assert {"query_lengths", "key_lengths"} <= {*rewrite.graph.inputs}

@@ -21,7 +21,7 @@ import pytest
 
 from jax_cudnn import sdpa
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import far_rows
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from tests.attention.shared.flash import flash
@@ -305,9 +305,9 @@ def test_16_bit_gradients_of_large_scores_are_as_good_as_those_of_jax_nn() -> No
 
 # One compilation serves all biases of a form.
 @functools.cache
-def _compiled(graph: Graph, number: int) -> tuple[Legal, Callable[..., Any]]:
-    legal = legalize(graph, _HOPPER).candidates[number]
-    return legal, jax.jit(legal.after)
+def _compiled(graph: Graph, number: int) -> tuple[Rewrite, Callable[..., Any]]:
+    rewrite = legalize(graph, _HOPPER).candidates[number]
+    return rewrite, jax.jit(rewrite.after)
 
 
 @functools.cache
@@ -318,8 +318,8 @@ def _reference(graph: Graph) -> Callable[..., Any]:
 def _legal_results(
     graph: Graph, operands: list[jax.Array], number: int = 0
 ) -> tuple[jax.Array, ...]:
-    legal, after = _compiled(graph, number)
-    return after(operands, flash(legal.graph, legal.before(operands)))
+    rewrite, after = _compiled(graph, number)
+    return after(operands, flash(rewrite.graph, rewrite.before(operands)))
 
 
 @pytest.fixture
@@ -369,8 +369,8 @@ def test_rows_are_taken_block_by_block(
     problem = _problem(_rows(-_FAR), **_FORMS[form])
     outputs = _reference(problem.forward)(problem.operands)
     operands = problem.backward_operands(outputs)
-    legal, after = _compiled.__wrapped__(problem.backward, 0)
-    results = after(operands, flash(legal.graph, legal.before(operands)))
+    rewrite, after = _compiled.__wrapped__(problem.backward, 0)
+    results = after(operands, flash(rewrite.graph, rewrite.before(operands)))
     _check(problem.backward, results, problem.truth, eps=1e-5)
 
 
@@ -412,7 +412,7 @@ def test_rows_without_a_cotangent_are_not_computed(
     outputs = _reference(problem.forward)(problem.operands)
     operands = problem.backward_operands(outputs)
     index = problem.backward.inputs.index("grad_output")
-    legal = legalize(problem.backward, _HOPPER).candidates[0]
+    rewrite = legalize(problem.backward, _HOPPER).candidates[0]
 
     def groups_computed(cotangent: jax.Array) -> int:
         count = 0
@@ -425,7 +425,7 @@ def test_rows_without_a_cotangent_are_not_computed(
         given = [*operands[:index], cotangent, *operands[index + 1 :]]
         with monkeypatch.context() as patch, jax.disable_jit():
             patch.setattr(far_rows._FarRows, "_add_group", counted)
-            legal.after(given, flash(legal.graph, legal.before(given)))
+            rewrite.after(given, flash(rewrite.graph, rewrite.before(given)))
         return count
 
     full = operands[index]  # stored (b, s, h, e); the odd rows are ordinary
@@ -446,22 +446,22 @@ def test_the_loop_is_left_out_where_no_row_is_far(
     operands = problem.backward_operands(outputs)
     stats = operands[problem.backward.inputs.index("stats")]
     is_far = bool((jnp.abs(jnp.where(stats == -jnp.inf, 0, stats)) > 2**11).any())
-    legal = legalize(problem.backward, _HOPPER).candidates[0]
-    assert legal.usual is not None
-    assert bool(legal.usual.holds(operands)) == (not is_far)
+    rewrite = legalize(problem.backward, _HOPPER).candidates[0]
+    assert rewrite.usual is not None
+    assert bool(rewrite.usual.holds(operands)) == (not is_far)
 
     def kernel(given: Any) -> Any:
-        return tuple(flash(legal.graph, given))
+        return tuple(flash(rewrite.graph, given))
 
-    results = kernel(legal.before(operands))
-    text = str(jax.make_jaxpr(legal.usual.after)(operands, results))
+    results = kernel(rewrite.before(operands))
+    text = str(jax.make_jaxpr(rewrite.usual.after)(operands, results))
     assert "while" not in text
     # Nothing hides rows from the kernel that there are not.
-    assert "clamp" in str(jax.make_jaxpr(legal.before)(operands))
-    assert "clamp" not in str(jax.make_jaxpr(legal.usual.before)(operands))
+    assert "clamp" in str(jax.make_jaxpr(rewrite.before)(operands))
+    assert "clamp" not in str(jax.make_jaxpr(rewrite.usual.before)(operands))
     with jax.disable_jit():  # the kernel is NumPy's
-        found = legal.run(kernel, operands)
-        expected = legal.after(operands, results)
+        found = rewrite.run(kernel, operands)
+        expected = rewrite.after(operands, results)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -506,13 +506,13 @@ def test_the_branch_is_short() -> None:
 
 def test_a_gradient_without_bias_has_no_loop() -> None:
     graph = _problem(_ordinary, dtype="bf16", mask="b1st").backward
-    (legal,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, _HOPPER).candidates
     shapes = [
         jax.ShapeDtypeStruct(x.stored_shape, jnp.bfloat16) for x in graph.output_tensors
     ]
     operands = _problem(_ordinary, dtype="bf16", mask="b1st")
     given = operands.backward_operands(evaluate(operands.forward, operands.operands))
-    text = str(jax.make_jaxpr(legal.after)(given, shapes))
+    text = str(jax.make_jaxpr(rewrite.after)(given, shapes))
     assert "while" not in text
 
 
@@ -542,9 +542,11 @@ def test_low_rows_get_finite_gradients_at_every_key_count(
             problem = problem.without_bias_gradient()
         outputs = _reference(problem.forward)(problem.operands)
         operands = problem.backward_operands(outputs)
-        legal = legalize(problem.backward, _HOPPER).candidates[0]
+        rewrite = legalize(problem.backward, _HOPPER).candidates[0]
         with jax.disable_jit():  # no row is far: nothing is gained by compiling
-            results = legal.after(operands, flash(legal.graph, legal.before(operands)))
+            results = rewrite.after(
+                operands, flash(rewrite.graph, rewrite.before(operands))
+            )
         assert all(np.isfinite(x).all() for x in results)
         _check(problem.backward, results, problem.truth, eps=2e-5)
 
@@ -569,14 +571,14 @@ def test_nothing_is_computed_from_a_captured_mask_at_compile_time(
         (problem.forward, problem.operands),
         (problem.backward, problem.backward_operands(outputs)),
     ):
-        legal = legalize(graph, None).candidates[0]
+        rewrite = legalize(graph, None).candidates[0]
         place = graph.inputs.index(role)
         captured = operands[place]
-        results = flash(legal.graph, legal.before(operands))
+        results = flash(rewrite.graph, rewrite.before(operands))
 
         def run(operands: Any, results: Any) -> Any:
             given = [*operands[:place], captured, *operands[place + 1 :]]  # noqa: B023
-            return legal.before(given), legal.after(given, results)  # noqa: B023
+            return rewrite.before(given), rewrite.after(given, results)  # noqa: B023
 
         text = jax.jit(run).lower(operands, results).compile().as_text()
         found = re.findall(r"= \w+\[([\d,]+)\]\S* constant\(", text)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_cudnn import UnsupportedError, native
 from jax_cudnn.graph import Graph, Target, to_json
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.lowering.cuda import run_cudnn
 from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.reference import evaluate
@@ -20,13 +20,13 @@ from tests.common.gpu.versions import needs_cudnn
 
 
 def pinned(
-    part: Graph, legal: Legal, target: Target, request: str
+    part: Graph, rewrite: Rewrite, target: Target, request: str
 ) -> Callable[..., Sequence[jax.Array]]:
     """Return the compiled part, written in one way, with the plan of a request."""
     step = PartDecision(
         part=part,
-        legal=legal,
-        plan=native.plan(to_json(legal.graph), request=request),
+        rewrite=rewrite,
+        plan=native.plan(to_json(rewrite.graph), request=request),
         target=target,
         request=request,
     )
@@ -47,15 +47,15 @@ def judge_every_plan(part: Graph, *, fewest: int = 2) -> None:
         tensors = tuple(replace(t, dtype="f64") for t in part.tensors)
         truth = [np.asarray(x) for x in evaluate(replace(part, tensors=tensors), wide)]
     launched = 0
-    for legal in legalize(part, target).candidates:
+    for rewrite in legalize(part, target).candidates:
         try:
-            listed = native.candidates(to_json(legal.graph))
+            listed = native.candidates(to_json(rewrite.graph))
         except UnsupportedError:  # The version has no plan of this way.
             continue
         for candidate in listed:
             if candidate.refusal:
                 continue
-            found = pinned(part, legal, target, candidate.request)(*arrays)
+            found = pinned(part, rewrite, target, candidate.request)(*arrays)
             try:
                 judge(part.outputs, found, reference, truth)
             except AssertionError as error:

@@ -81,17 +81,17 @@ def test_every_plan(name: str, dtype: str) -> None:
             closed = jax.make_jaxpr(jax_cudnn.fuse(run, strict=True))(*like)
             (traced,) = subprograms(closed.jaxpr)
             graph = traced.graph
-            (legal,) = (
+            (rewrite,) = (
                 way
                 for way in legalize(graph, target).candidates
                 if any(node.kind == "reduction" for node in way.graph.nodes)
             )
-            every = native.candidates(to_json(legal.graph))
+            every = native.candidates(to_json(rewrite.graph))
             listed = [each for each in every if not each.refusal]
             # The first of each engine, and the last one: others differ in tiles.
             chosen = {each.engine: each for each in reversed(listed)}
             for candidate in {*chosen.values(), listed[-1]}:
-                compiled = pinned(graph, legal, target, candidate.request)
+                compiled = pinned(graph, rewrite, target, candidate.request)
                 for poison in ("", "nan", "inf", "all -inf", "negative"):
                     arrays = _operands(shapes, dtype, poison)
                     results = compiled(*arrays)

@@ -155,12 +155,12 @@ def _launched(graphs: Iterable[Graph]) -> int:
         ]
         if not (ways := legalize(graph, target).candidates):
             continue  # A limit refuses it.
-        legal = ways[0]
-        for candidate in native.candidates(to_json(legal.graph)):
+        rewrite = ways[0]
+        for candidate in native.candidates(to_json(rewrite.graph)):
             if candidate.refusal:
                 continue
             try:
-                found = pinned(graph, legal, target, candidate.request)(*arrays)
+                found = pinned(graph, rewrite, target, candidate.request)(*arrays)
                 judge(names, found, reference, truth, noises)
             except Exception as error:  # All plans are to be heard of.
                 dims = graph.tensor("x").dims
@@ -286,9 +286,9 @@ def test_auto_runs_xla_until_cudnn_was_measured() -> None:
 def test_results_have_the_dtypes_of_the_graph() -> None:
     graph = Problem(kind="batch_norm", dtype="bf16", output="f32").graph
     target = native.device_target(0)
-    (legal,) = legalize(graph, target).candidates
-    plan = native.plan(to_json(legal.graph))
-    step = PartDecision(part=graph, legal=legal, plan=plan, target=target)
+    (rewrite,) = legalize(graph, target).candidates
+    plan = native.plan(to_json(rewrite.graph))
+    step = PartDecision(part=graph, rewrite=rewrite, plan=plan, target=target)
     arrays = draw_arrays(graph)
     found = jax.jit(lambda *xs: run_cudnn(step, xs))(*arrays)
     judge(["output"], found, evaluate(graph, arrays), _in_f64(graph, arrays))

@@ -43,8 +43,8 @@ def _texts(problems: list[Problem], gpu: str) -> dict[str, str]:
             # The gradient is that of the norm of the sum.
             graphs.append(backward_of(problem.graph))
         for graph in graphs:
-            legal = legalize(graph, target).candidates[0]
-            found[f"{problem} {graph.nodes[0].kind}"] = to_json(legal.graph)
+            rewrite = legalize(graph, target).candidates[0]
+            found[f"{problem} {graph.nodes[0].kind}"] = to_json(rewrite.graph)
     return found
 
 
@@ -107,9 +107,9 @@ def test_images_are_planned_as_they_are_stored(gpu: str) -> None:
     _check(problems, gpu)
     assert len(wrong) == 2
     for problem in wrong:
-        legal = legalize(backward_of(problem.graph), harness.target(gpu))
-        assert not legal.candidates
-        assert "odd number of elements" in str(legal.reasons)
+        rewrite = legalize(backward_of(problem.graph), harness.target(gpu))
+        assert not rewrite.candidates
+        assert "odd number of elements" in str(rewrite.reasons)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,8 +138,8 @@ def test_residuals_of_other_sizes_have_no_plan(kind: str) -> None:
     """XLA adds these. When this fails, cuDNN adds more of them itself."""
     same: dict[str, Any] = {"dtype": "bf16", "scale": "bf16", "bias": "bf16"}
     odd = Problem(kind=kind, dims=(512, 1001), **same, **_RESIDUAL).graph
-    legal = legalize(odd, harness.target("h200")).candidates
-    texts = [to_json(each.graph) for each in legal]
+    rewrite = legalize(odd, harness.target("h200")).candidates
+    texts = [to_json(each.graph) for each in rewrite]
     answers = harness.plan_all(texts, "h200", build=False)
     assert ["candidates" in each for each in answers] == [False, True]
 
@@ -162,8 +162,8 @@ def test_results_in_f8_are_planned_and_built(kind: str, gpu: str) -> None:
         for dtype, scale in (("bf16", "bf16"), ("bf16", "f32"), ("f32", "f32"))
         for output in ("f8_e4m3fn", "f8_e5m2")
     ]
-    legal = [legalize(graph, target).candidates[0].graph for graph in graphs]
-    answers = harness.plan_all([to_json(graph) for graph in legal], gpu)
+    rewrite = [legalize(graph, target).candidates[0].graph for graph in graphs]
+    answers = harness.plan_all([to_json(graph) for graph in rewrite], gpu)
     for graph, answer in zip(graphs, answers, strict=True):
         assert "candidates" in answer, (graph, answer)
         assert any(each["is_built"] for each in answer["candidates"])

@@ -14,7 +14,7 @@ import jax_cudnn
 from jax_cudnn import GraphError, UnsupportedError, native
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, to_json
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
 from tests.attention.gpuless.emitted import semantic_graphs
@@ -37,21 +37,21 @@ _JIT_ONLY = filter_text(required_notes=[_JIT])
 _PRECOMPILED_ONLY = filter_text(refused_notes=[_JIT])
 
 
-def _legal(graph: Graph) -> Legal:
+def _legal(graph: Graph) -> Rewrite:
     local = local_target()
     assert local is not None
     return legalize(graph, local[1]).candidates[0]
 
 
-def _program(legal: Legal, request: str) -> Callable[..., Sequence[jax.Array]]:
+def _program(rewrite: Rewrite, request: str) -> Callable[..., Sequence[jax.Array]]:
     """Return the compiled graph, with the plan that a request asks for."""
     local = local_target()
     assert local is not None
-    return pinned(legal.graph, legal, local[1], request)
+    return pinned(rewrite.graph, rewrite, local[1], request)
 
 
 @functools.cache
-def _matmul() -> Legal:
+def _matmul() -> Rewrite:
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float16)
         for shape in ((_B, _M, _K), (_B, _K, _N))
@@ -153,19 +153,19 @@ def test_deterministic_attention_gradients_have_the_same_bits_in_20_runs(
 ) -> None:
     case = Case(name="deterministic", s=1031, t=2049, h=4, k=2, d=d)
     forward, backward = semantic_graphs(case)
-    legal = _legal(backward)
-    text = to_json(legal.graph)
+    rewrite = _legal(backward)
+    text = to_json(rewrite.graph)
     plan = native.plan(text, request=_DETERMINISTIC)
     assert "NONDETERMINISTIC" not in plan.numeric_notes
     assert plan.request.startswith('{"deterministic":true,')
     operands = _backward_operands(forward, backward, case)
-    run = _program(legal, _DETERMINISTIC)
+    run = _program(rewrite, _DETERMINISTIC)
     first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
     for _ in range(19):
         for x, y in zip(run(*operands), first, strict=True):
             np.testing.assert_array_equal(np.asarray(x).view(np.uint16), y)
     # A pin of that plan runs the same kernel.
-    pinned = _program(legal, plan.request)(*operands)
+    pinned = _program(rewrite, plan.request)(*operands)
     for x, y in zip(pinned, first, strict=True):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint16), y)
     truth = run_reference(

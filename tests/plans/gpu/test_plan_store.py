@@ -101,8 +101,8 @@ def _count(op: str) -> int:
     found = set()
     for graph, options, _ in traced_graphs(function, *operands):
         for step in decide(graph, options).steps:
-            if step.legal is not None:
-                found.add((step.legal.graph, step.request))
+            if step.rewrite is not None:
+                found.add((step.rewrite.graph, step.request))
     return len(found)
 
 
@@ -280,9 +280,9 @@ def test_a_plan_for_another_gpu_is_refused_by_name() -> None:
     ordinal, target = local
     function, operands = _case("matmul")
     graph, options, _ = traced_graphs(function, *operands)[0]
-    step = next(s for s in decide(graph, options).steps if s.legal is not None)
-    assert step.legal is not None
-    text = to_json(step.legal.graph)
+    step = next(s for s in decide(graph, options).steps if s.rewrite is not None)
+    assert step.rewrite is not None
+    text = to_json(step.rewrite.graph)
     data = native.export_plan(text, request=step.request, device=ordinal)
     properties = native.device_properties(ordinal)
     other = type(target)(
@@ -308,10 +308,10 @@ def _kernels(name: str) -> list[tuple[str, str]]:
     """Return graph and request of what cuDNN runs of a case."""
     function, operands = _case(name)
     return [
-        (to_json(step.legal.graph), step.request)
+        (to_json(step.rewrite.graph), step.request)
         for graph, options, _ in traced_graphs(function, *operands)
         for step in decide(graph, options).steps
-        if step.legal is not None
+        if step.rewrite is not None
     ]
 
 

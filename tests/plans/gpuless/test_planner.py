@@ -72,7 +72,7 @@ def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
 def test_a_place_among_those_of_an_engine_pins_as_well() -> None:
     layer = GroupedLayer((28, 28), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    graph = to_json(ranked(part, None)[0].legal.graph)
+    graph = to_json(ranked(part, None)[0].rewrite.graph)
     listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
     counts = Counter(each["engine"] for each in listed)
     ((engine, count),) = counts.most_common(1)

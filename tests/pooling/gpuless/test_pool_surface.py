@@ -76,9 +76,9 @@ def test_every_pooling_has_a_plan(gpu: str) -> None:
                     if kind != "max_pool":
                         every["backward"] = _backward(graph)
                     for way, each in every.items():
-                        (legal,) = legalize(each, target).candidates
+                        (rewrite,) = legalize(each, target).candidates
                         label = f"{kind} {way} {space} {layout} {name} {dtype}"
-                        graphs[label] = to_json(legal.graph)
+                        graphs[label] = to_json(rewrite.graph)
     assert not harness.unplanned(graphs, gpu)
 
 

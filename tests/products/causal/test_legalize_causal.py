@@ -148,7 +148,7 @@ def test_auto_takes_the_function_for_large_arrays(steps: int) -> None:
     for graph in graphs:
         for way in ranked(graph, _H200):
             is_large = steps == 2**14
-            assert (not way.slower) == (is_large and FUNCTION in way.legal.names)
+            assert (not way.slower) == (is_large and FUNCTION in way.rewrite.names)
 
 
 def test_a_program_for_a_gpu_calls_it() -> None:

@@ -68,7 +68,7 @@ def test_depthwise(name: str, dtype: str, activation: Any) -> None:
         shapes, dtype, feature_group_count=channels, activation=activation, **options
     )
     if activation:
-        *_, last = [way.legal for way in ranked(parts["conv_fprop"], None)]
+        *_, last = [way.rewrite for way in ranked(parts["conv_fprop"], None)]
         # What surrounds the convolution is in the kernel, and groups are kept.
         assert len(last.graph.nodes) > 1
         assert not any("are merged" in note for note in last.notes)
@@ -199,7 +199,7 @@ def test_auto_takes_depthwise_plans(name: str, dtype: str) -> None:
     parts = conv_parts(shapes, dtype, **options)
     for kind in _KINDS:
         step = decide_part(parts[kind], gpu, Options())
-        assert step.legal is not None, (kind, step.attempts)
+        assert step.rewrite is not None, (kind, step.attempts)
         assert not step.attempts, "a later way"
 
 

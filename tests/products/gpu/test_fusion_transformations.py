@@ -549,9 +549,9 @@ def test_autotuned_choices_are_used_by_the_next_jit(op, table):
         if choice is None:
             assert not _is_measured(step)
         elif choice.implementation == "xla":
-            assert step.legal is None
+            assert step.rewrite is None
         else:
-            assert step.legal is not None
+            assert step.rewrite is not None
             assert step.request == choice.plan
     if not steps:  # XLA runs them all
         assert {c.implementation for c in tuning.choices.values()} == {"xla"}
@@ -639,7 +639,7 @@ def test_a_stale_choice_is_ignored_with_one_message(stale, table, caplog):
         )
         table.add({})  # a new version: all is decided again
     (step,) = _steps(_matmul("auto"), *operands)
-    assert step.legal is not None
+    assert step.rewrite is not None
     assert step.request == ""
     messages = [r.getMessage() for r in caplog.records if "stale" in r.getMessage()]
     assert len(messages) == 1

@@ -216,10 +216,12 @@ def test_sums_beside_activations_are_launched_and_right(
         each for each in _around() if each.case.dtype == dtype
     ):
         operands = draw_arrays(part.graph, number)
-        for legal in [way.legal for way in ranked(part.graph, target)]:
+        for rewrite in [way.rewrite for way in ranked(part.graph, target)]:
             record_property("planned", part.key)
-            plan = native.plan(to_json(legal.graph))
-            step = PartDecision(part=part.graph, legal=legal, plan=plan, target=target)
+            plan = native.plan(to_json(rewrite.graph))
+            step = PartDecision(
+                part=part.graph, rewrite=rewrite, plan=plan, target=target
+            )
             found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*operands)
             truth = _in_f64(part.graph, operands)
             try:

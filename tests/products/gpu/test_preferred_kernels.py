@@ -128,7 +128,7 @@ def test_what_goes_first_is_what_runs(name: str) -> None:
     if not ways or not ways[0].preference:
         pytest.skip("nothing was measured for this GPU and cuDNN")
     (first, *_) = ways
-    text = to_json(first.legal.graph)
+    text = to_json(first.rewrite.graph)
     own = native.plan(text, device=ordinal)
     plan = native.plan(text, request=first.preference, device=ordinal)
     listed = native.candidates(text, device=ordinal)

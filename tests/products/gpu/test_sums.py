@@ -75,12 +75,12 @@ def _part(kind: str) -> tuple[Graph, list[jax.Array]]:
 def test_sums_may_pass_what_16_bits_hold(kind: str) -> None:
     part, operands = _part(kind)
     target = native.device_target(0)
-    (legal, *_) = [way.legal for way in ranked(part, target)]
+    (rewrite, *_) = [way.rewrite for way in ranked(part, target)]
     launched = 0
-    for candidate in native.candidates(to_json(legal.graph)):
+    for candidate in native.candidates(to_json(rewrite.graph)):
         assert (_NOTE in candidate.numeric_notes) <= bool(candidate.refusal)
         if not candidate.refusal:
-            found = pinned(part, legal, target, candidate.request)(*operands)
+            found = pinned(part, rewrite, target, candidate.request)(*operands)
             # Sums of integers below 2^24 are exact in f32.
             for result in map(np.asarray, found):
                 assert not result.any(), (candidate.name, np.abs(result).max())
@@ -94,14 +94,14 @@ def test_kernels_that_add_up_in_16_bits_run_where_they_are_allowed(kind: str) ->
     # Half of a sum is 1024 or 2304 then, which 16 bits hold.
     operands = [x / jnp.asarray(_STEP, x.dtype) for x in given]
     target = native.device_target(0)
-    (legal, *_) = [way.legal for way in ranked(part, target)]
-    listed = native.candidates(to_json(legal.graph), request=_REDUCED)
+    (rewrite, *_) = [way.rewrite for way in ranked(part, target)]
+    listed = native.candidates(to_json(rewrite.graph), request=_REDUCED)
     some = [each for each in listed if _NOTE in each.numeric_notes]
     assert some
     assert not any(each.refusal for each in listed)
     options = PlanOptions(reduced_precision_reduction=True, required_notes=(_NOTE,))
-    plan = native.plan(to_json(legal.graph), request=options.to_request())
+    plan = native.plan(to_json(rewrite.graph), request=options.to_request())
     assert plan.request in {each.request for each in some}
-    (result,) = pinned(part, legal, target, plan.request)(*operands)
+    (result,) = pinned(part, rewrite, target, plan.request)(*operands)
     # It is not exact: beyond 2048, 16 bits lose what is added by ones.
     assert (np.abs(np.asarray(result, np.float32)) <= 2304 - 2048).all(), plan.name

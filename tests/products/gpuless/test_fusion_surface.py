@@ -93,8 +93,8 @@ def _is_second_choice(graph: Graph, sm_version: int) -> bool:
 
 
 def _is_planned_unfused(verdict: Verdict) -> bool:
-    legal, graph = verdict.found, verdict.part.graph
-    return legal is not None and len(legal.graph.nodes) < len(graph.nodes)
+    rewrite, graph = verdict.found, verdict.part.graph
+    return rewrite is not None and len(rewrite.graph.nodes) < len(graph.nodes)
 
 
 def _is_planned_later(verdict: Verdict) -> bool:
@@ -144,8 +144,8 @@ def _check_reasons(verdict: Verdict) -> None:
 def test_plans_of_every_sort_build(gpu: str) -> None:
     chosen = verdicts(gpu, _BUILT)
     assert {verdict.key for verdict in chosen} == {*_BUILT}
-    legal = [verdict.found for verdict in chosen]
-    texts = [to_json(each.graph) for each in legal if each is not None]
+    rewrite = [verdict.found for verdict in chosen]
+    texts = [to_json(each.graph) for each in rewrite if each is not None]
     assert len(texts) == len(_BUILT)
     for verdict, answer in zip(chosen, harness.plan_all(texts, gpu), strict=True):
         built = [c for c in answer["candidates"] if c["is_built"]]
@@ -172,7 +172,7 @@ def test_depthwise_convolutions_have_a_kernel_with_what_follows(
 ) -> None:
     layer = GroupedLayer(sizes, (3,) * len(sizes), groups=64, activation="silu")
     *_, last = [
-        way.legal for way in ranked(layer.parts(jnp.bfloat16)["conv_fprop"], None)
+        way.rewrite for way in ranked(layer.parts(jnp.bfloat16)["conv_fprop"], None)
     ]
     assert len(last.graph.nodes) > 1
     assert not harness.unplanned({"kept": to_json(last.graph)}, gpu)
@@ -181,7 +181,7 @@ def test_depthwise_convolutions_have_a_kernel_with_what_follows(
 @pytest.mark.parametrize("gpu", _GPUS)
 def test_a_filter_s_gradient_of_a_relu_is_planned_without_it(gpu: str) -> None:
     graph = conv_graph("conv_wgrad", "bf16", axes=2, size=16, prologue="relu")
-    ways = [way.legal for way in ranked(graph, target(gpu))]
+    ways = [way.rewrite for way in ranked(graph, target(gpu))]
     assert all(len(way.graph.nodes) == 1 for way in ways) == (gpu == "b200")
     alone = [way for way in ways if len(way.graph.nodes) == 1]
     assert not harness.unplanned({"alone": to_json(alone[0].graph)}, gpu)

@@ -71,11 +71,11 @@ def test_every_way_has_a_plan(gpu: str) -> None:
         for dtype, result in results:
             graph = _graph(sizes, dtype, result)
             for way, each in (("forward", graph), ("backward", _backward(graph))):
-                for i, legal in enumerate(legalize(each, target).candidates):
-                    if legal.waits or BY_CUBLASLT in legal.names:
+                for i, rewrite in enumerate(legalize(each, target).candidates):
+                    if rewrite.waits or BY_CUBLASLT in rewrite.names:
                         continue  # It takes cuBLASLt, which needs a GPU to be asked.
                     label = f"{sizes} {dtype} {result} {way} {i}"
-                    graphs[label] = to_json(legal.graph)
+                    graphs[label] = to_json(rewrite.graph)
     assert not harness.unplanned(graphs, gpu)
 
 
@@ -93,8 +93,8 @@ def test_a_plan_is_built_forward_and_backward() -> None:
 def test_cublaslt_is_asked_where_the_gpu_is() -> None:
     for each in (_graph(_SIZES[0], "bf16"), _backward(_graph(_SIZES[0], "bf16"))):
         ways = legalize(each, harness.target("h200")).candidates
-        (legal,) = (way for way in ways if BY_CUBLASLT in way.names)
-        (answer,) = harness.plan_all([to_json(legal.graph)], "h200")
+        (rewrite,) = (way for way in ways if BY_CUBLASLT in way.names)
+        (answer,) = harness.plan_all([to_json(rewrite.graph)], "h200")
         assert "its plans are made where the GPU is" in str(answer)
 
 
@@ -102,8 +102,10 @@ def test_cublaslt_is_asked_where_the_gpu_is() -> None:
 def test_a_matmul_a_group_takes_no_plan_that_is_compiled(way: str) -> None:
     graph = _graph(_SIZES[0], "bf16")
     each = graph if way == "forward" else _backward(graph)
-    (legal,) = (x for x in legalize(each, harness.target("h200")).candidates if x.waits)
-    (answer,) = harness.plan_all([to_json(legal.graph)], "h200")
+    (rewrite,) = (
+        x for x in legalize(each, harness.target("h200")).candidates if x.waits
+    )
+    (answer,) = harness.plan_all([to_json(rewrite.graph)], "h200")
     assert "would be compiled for every number of rows" in str(answer)
 
 

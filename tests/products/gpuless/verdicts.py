@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from jax_cudnn.graph import Graph, Target, is_anchor, to_json
-from jax_cudnn.legalize import Legal, Legalization, legalize
+from jax_cudnn.legalize import Legalization, Rewrite, legalize
 from jax_cudnn.policy import rank
 from tests.common.gpuless import harness
 from tests.products.shared import fusion_cases
@@ -26,7 +26,7 @@ class Verdict:
     """
 
     part: Part
-    candidates: tuple[Legal, ...]
+    candidates: tuple[Rewrite, ...]
     answers: tuple[dict[str, Any], ...]
     reasons: tuple[str, ...]
 
@@ -41,10 +41,12 @@ class Verdict:
         return any(map(is_anchor, self.part.graph.nodes))
 
     @property
-    def found(self) -> Legal | None:
+    def found(self) -> Rewrite | None:
         """The first candidate that cuDNN has a plan for."""
         both = zip(self.candidates, self.answers, strict=False)
-        return next((legal for legal, answer in both if "candidates" in answer), None)
+        return next(
+            (rewrite for rewrite, answer in both if "candidates" in answer), None
+        )
 
 
 @functools.cache
@@ -74,7 +76,7 @@ def _legalized(part: Graph, target: Target) -> Legalization:
     """Return the ways to run a part, ranked, or why there are none."""
     found = legalize(part, target)
     ways = rank(part, found.candidates, target)
-    return replace(found, candidates=tuple(way.legal for way in ways))
+    return replace(found, candidates=tuple(way.rewrite for way in ways))
 
 
 def _first_planned(choices: list[list[str]], gpu: str) -> dict[str, dict[str, Any]]:

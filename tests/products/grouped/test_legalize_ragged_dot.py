@@ -95,10 +95,10 @@ def test_large_products_are_cudnns(
     target = replace(_H200, sm_version=sm_version)
     ways = ranked(traced.graph, target)
     # The fastest comes first.
-    found = dict.fromkeys(each.legal.names[-1] for each in ways if not each.slower)
+    found = dict.fromkeys(each.rewrite.names[-1] for each in ways if not each.slower)
     assert [*found] == cudnns
-    assert [each.legal.waits for each in ways] == [
-        each.legal.names[-1] == "by group" for each in ways
+    assert [each.rewrite.waits for each in ways] == [
+        each.rewrite.names[-1] == "by group" for each in ways
     ]
 
 
@@ -112,10 +112,10 @@ def test_the_rewritten_graph_gives_the_same(
         legalization = legalize(graph, target)
         assert legalization.candidates
         assert all("XLA's until" in way.slower for way in ranked(graph, target))
-        for legal in legalization.candidates:
-            tensors = legal.graph.tensors
+        for rewrite in legalization.candidates:
+            tensors = rewrite.graph.tensors
             named = {t.name for t in tensors if t.dtype == "i32"}
-            way = legal.names[-1] if groups > 1 else "a matmul"
+            way = rewrite.names[-1] if groups > 1 else "a matmul"
             assert (
                 named
                 == {
@@ -130,7 +130,7 @@ def test_the_rewritten_graph_gives_the_same(
             )
             for seed in range(3):
                 operands = draw_arrays(graph, seed)
-                got = evaluate_legal(legal, operands)
+                got = evaluate_legal(rewrite, operands)
                 for x, y in zip(got, evaluate(graph, operands), strict=True):
                     assert x.dtype == y.dtype
                     np.testing.assert_allclose(
@@ -142,14 +142,14 @@ def test_what_the_kernel_reads_in_no_group_does_not_leak() -> None:
     (graph, backward, *_) = _graphs("bf16", _G, "f32")
     sizes = jnp.array([[2, 0, 5, 1]], jnp.int32)
     for each in (graph, backward):
-        for legal in legalize(each, _H200).candidates:
+        for rewrite in legalize(each, _H200).candidates:
             operands = dict(zip(each.inputs, draw_arrays(each), strict=True))
             operands["group_sizes"] = sizes
             want = evaluate(each, list(operands.values()))
             for name in ("a", "grad_output"):
                 if name in operands:
                     operands[name] = operands[name].at[:, 8:].set(jnp.nan)
-            got = evaluate_legal(legal, [*operands.values()])
+            got = evaluate_legal(rewrite, [*operands.values()])
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(
                     np.asarray(x, "f4"), np.asarray(y, "f4"), rtol=2**-7, atol=1e-5
@@ -182,10 +182,10 @@ def test_a_single_group_is_a_plain_product(target: Target | None, size: int) -> 
     for graph in _graphs("f32", 1, "f32"):
         (node,) = graph.nodes
         roles = {name: role for role, name in (*node.inputs, *node.outputs)}
-        for legal in legalize(graph, target).candidates:
-            assert not any(x.kind.startswith("grouped") for x in legal.graph.nodes)
-            kernel = functools.partial(evaluate, legal.graph)
-            got = legal.run(kernel, [given[roles[name]] for name in graph.inputs])
+        for rewrite in legalize(graph, target).candidates:
+            assert not any(x.kind.startswith("grouped") for x in rewrite.graph.nodes)
+            kernel = functools.partial(evaluate, rewrite.graph)
+            got = rewrite.run(kernel, [given[roles[name]] for name in graph.inputs])
             for name, x in zip(graph.outputs, got, strict=True):
                 seen.add(roles[name])
                 np.testing.assert_allclose(
@@ -336,14 +336,14 @@ def test_what_takes_its_place_is_right(
 
 def test_sizes_that_go_too_far_or_are_negative_are_cut() -> None:
     graph = _graph("bf16")
-    for legal in legalize(graph, _H200).candidates:
+    for rewrite in legalize(graph, _H200).candidates:
         operands = draw_arrays(graph)
         operands[2] = jnp.array([[2, 2**30, 2**30, 5]], jnp.int32)
-        made = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
-        if not legal.waits:  # The handler cuts the sizes that it reads.
+        made = dict(zip(rewrite.graph.inputs, rewrite.before(operands), strict=True))
+        if not rewrite.waits:  # The handler cuts the sizes that it reads.
             assert made["starts"].min() >= 0
             assert made["starts"].max() <= _M
-        if legal.names[-1] == "by cuBLASLt":
+        if rewrite.names[-1] == "by cuBLASLt":
             assert made["starts"].tolist() == [[0, 2, _M, _M]]
             assert made["group_sizes"].tolist() == [[2, _M - 2, 0, 0]]
 

@@ -125,11 +125,14 @@ def _check(graph: Graph) -> int:
     """Launch every plan of a graph, and return how many there are."""
     count = 0
     for part in partition(graph):
-        for legal in legalize(part, native.device_target(0)).candidates:
-            text = to_json(legal.graph)
+        for rewrite in legalize(part, native.device_target(0)).candidates:
+            text = to_json(rewrite.graph)
             operands, results = (
                 [jnp.zeros(x.stored_shape, jax_dtype(x.dtype)) for x in tensors]
-                for tensors in (legal.graph.input_tensors, legal.graph.output_tensors)
+                for tensors in (
+                    rewrite.graph.input_tensors,
+                    rewrite.graph.output_tensors,
+                )
             )
             buffers = native.LaunchBuffers(
                 operands=tuple(x.unsafe_buffer_pointer() for x in operands),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.attention.caches.scatter import Places, typed_for, written
+from jax_cudnn.ops.attention.caches.scatter import CacheAxes, typed_for, written
 from jax_cudnn.ops.attention.layouts import (
     PAGE_LAYOUTS,
     Layout,
@@ -79,26 +79,26 @@ def update(
       [[0, 1, 0, 0], [0, 0, 0, 1]]
     """
     op = "kv_cache.update"
-    places = Places.of(check_layout(op, layout))
+    axes = CacheAxes.of(check_layout(op, layout))
     old, tokens = _arrays(op, "cache", cache, new)
-    is_like = places.are_alike(old, tokens)
-    if not is_like or old.shape[places.first] != tokens.shape[places.first]:
+    is_like = axes.are_alike(old, tokens)
+    if not is_like or old.shape[axes.first] != tokens.shape[axes.first]:
         raise ValueError(
             f"{op}: cache is {describe(old)} and new {describe(tokens)}. They must be "
-            f"({places.in_words('sequences', 'tokens')}), and differ in the tokens "
+            f"({axes.in_words('sequences', 'tokens')}), and differ in the tokens "
             "only."
         )
-    sequences, t = old.shape[places.first], old.shape[places.tokens]
-    s = tokens.shape[places.tokens]
+    sequences, t = old.shape[axes.first], old.shape[axes.tokens]
+    s = tokens.shape[axes.tokens]
     if new_lengths is None and is_more(s, t):
         raise ValueError(
             f"{op}: new has {s} tokens and cache room for {t}: cache is "
             f"{describe(old)} and new {describe(tokens)}. {_NO_ROOM}"
         )
     counts = _counts(op, lengths, new_lengths, sequences, s, t)
-    tokens, *counts = typed_for(old, places, tokens, counts, is_paged=False)
+    tokens, *counts = typed_for(old, axes, tokens, counts, is_paged=False)
     positions = _positions(counts, s)
-    return written(places, old, tokens, positions)
+    return written(axes, old, tokens, positions)
 
 
 def update_pages(
@@ -154,26 +154,26 @@ def update_pages(
       [[0, 1], [0, 0], [0, 0]]
     """
     op = "kv_cache.update_pages"
-    places = Places.of(check_layout(op, layout, *PAGE_LAYOUTS))
+    axes = CacheAxes.of(check_layout(op, layout, *PAGE_LAYOUTS))
     old, tokens = _arrays(op, "pages", pages, new)
-    if not places.are_alike(old, tokens):
+    if not axes.are_alike(old, tokens):
         raise ValueError(
             f"{op}: pages is {describe(old)} and new {describe(tokens)}. They must be "
-            f"({places.in_words('pages', 'tokens of a page')}) and "
-            f"({places.in_words('sequences', 'tokens')}), with the same other "
+            f"({axes.in_words('pages', 'tokens of a page')}) and "
+            f"({axes.in_words('sequences', 'tokens')}), with the same other "
             "axes."
         )
     table = check_integers(op, "page_table", page_table)
-    sequences = tokens.shape[places.first]
+    sequences = tokens.shape[axes.first]
     if table.ndim != 2 or table.shape[0] != sequences:
         raise ValueError(
             f"{op}: page_table is {describe(table)} but new {describe(tokens)}. It "
             f"must have the pages of each sequence, shape [{sequences}, most pages of "
             "a sequence]."
         )
-    p, size = old.shape[places.first], old.shape[places.tokens]
+    p, size = old.shape[axes.first], old.shape[axes.tokens]
     most = table.shape[1]
-    s, room = tokens.shape[places.tokens], most * size
+    s, room = tokens.shape[axes.tokens], most * size
     if new_lengths is None and is_more(s, room):
         raise ValueError(
             f"{op}: new has {s} tokens of a sequence, and its {most} pages of {size} "
@@ -184,14 +184,14 @@ def update_pages(
     if 0 in (p, size, most):
         return old
     tokens, table, *counts = typed_for(
-        old, places, tokens, [table, *counts], is_paged=True
+        old, axes, tokens, [table, *counts], is_paged=True
     )
     positions = _positions(counts, s)
     place = jnp.clip(positions // size, 0, most - 1)
     number = jnp.take_along_axis(table, place, axis=1)
     is_page = (number >= 0) & (number < p) & (positions >= 0) & (positions < room)
     number = jnp.where(is_page, number.astype(jnp.int32), -1)
-    return written(places, old, tokens, positions % size, number)
+    return written(axes, old, tokens, positions % size, number)
 
 
 _NO_ROOM = (

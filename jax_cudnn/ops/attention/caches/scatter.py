@@ -22,14 +22,14 @@ from jax_cudnn.lowering import (
 from jax_cudnn.ops.attention.layouts import Layout
 
 
-class Places(NamedTuple):
+class CacheAxes(NamedTuple):
     """The axes of sequences, or pages, and of tokens."""
 
     first: int
     tokens: int
 
     @classmethod
-    def of(cls, layout: Layout) -> "Places":
+    def of(cls, layout: Layout) -> "CacheAxes":
         """Return where a layout has them."""
         return cls(layout.index("b"), layout.index("s"))
 
@@ -61,7 +61,7 @@ class Places(NamedTuple):
 
 def typed_for(
     old: jax.Array,
-    places: Places,
+    axes: CacheAxes,
     tokens: jax.Array,
     numbers: Sequence[jax.Array],
     *,
@@ -74,8 +74,8 @@ def typed_for(
     like = (old, tokens, *numbers)
     if not any(map(is_explicitly_sharded, like)):
         return [tokens, *numbers]
-    spec = places.spec_of_tokens(old, is_paged=is_paged)
-    of_numbers = (spec[places.first],)
+    spec = axes.spec_of_tokens(old, is_paged=is_paged)
+    of_numbers = (spec[axes.first],)
     return [
         typed_as(tokens, spec, like),
         *(typed_as(x, of_numbers, like) for x in numbers),
@@ -83,7 +83,7 @@ def typed_for(
 
 
 def written(
-    places: Places,
+    axes: CacheAxes,
     old: jax.Array,
     tokens: jax.Array,
     slots: jax.Array,
@@ -97,17 +97,17 @@ def written(
     operands = [tokens, slots, *([] if pages is None else [pages])]
     spec = explicit_spec(old)
     if not is_explicitly_sharded(old):
-        return _scattered(places, old, *operands)
-    first = None if pages is not None else spec[places.first]
-    specs = [places.spec_of_tokens(old, is_paged=pages is not None)]
+        return _scattered(axes, old, *operands)
+    first = None if pages is not None else spec[axes.first]
+    specs = [axes.spec_of_tokens(old, is_paged=pages is not None)]
     specs += [(first, None)] * (len(operands) - 1)
-    program = _by_devices(explicit_mesh([old]), places, (spec, *specs))
+    program = _by_devices(explicit_mesh([old]), axes, (spec, *specs))
     return program(old, *operands)
 
 
 # One for each way to call it, so that calls outside of jit compile once.
 @functools.lru_cache(maxsize=256)
-def _by_devices(mesh: Any, places: Places, specs: tuple[tuple[Any, ...], ...]) -> Any:
+def _by_devices(mesh: Any, axes: CacheAxes, specs: tuple[tuple[Any, ...], ...]) -> Any:
     """Return what writes into an array that devices share, each into its own part."""
     spec = specs[0]
 
@@ -125,10 +125,10 @@ def _by_devices(mesh: Any, places: Places, specs: tuple[tuple[Any, ...], ...]) -
             moved = numbers - jax.lax.axis_index(names) * old.shape[axis]
             return jnp.where(numbers < 0, -1, moved)
 
-        slots = own(slots, places.tokens)
+        slots = own(slots, axes.tokens)
         if pages is None:
-            return _scattered(places, old, tokens, slots)
-        return _scattered(places, old, tokens, slots, own(pages, places.first))
+            return _scattered(axes, old, tokens, slots)
+        return _scattered(axes, old, tokens, slots, own(pages, axes.first))
 
     in_specs = tuple(jax.sharding.PartitionSpec(*each) for each in specs)
     return jax.jit(
@@ -143,7 +143,7 @@ def _by_devices(mesh: Any, places: Places, specs: tuple[tuple[Any, ...], ...]) -
 
 
 def _scattered(
-    places: Places,
+    axes: CacheAxes,
     old: jax.Array,
     tokens: jax.Array,
     slots: jax.Array,
@@ -154,32 +154,32 @@ def _scattered(
     Sequences are a batch axis of the scatter, so that XLA sends nothing between devices
     that share them.
     """
-    size, count = old.shape[places.tokens], slots.shape[1]
+    size, count = old.shape[axes.tokens], slots.shape[1]
     is_here = (slots >= 0) & (slots < size)
-    others = [axis for axis in range(old.ndim) if axis not in places]
+    others = [axis for axis in range(old.ndim) if axis not in axes]
     # An index below 0 would count from the end. These lie past it, and differ.
     spare = jnp.arange(count, dtype=jnp.int32)[None]
     if pages is None:
         indices = jnp.where(is_here, slots, size + spare)[..., None]
-        if places.tokens < places.first:
+        if axes.tokens < axes.first:
             indices = jnp.swapaxes(indices, 0, 1)
         numbers = jax.lax.ScatterDimensionNumbers(
             update_window_dims=tuple(others),
-            inserted_window_dims=(places.tokens,),
-            scatter_dims_to_operand_dims=(places.tokens,),
-            operand_batching_dims=(places.first,),
-            scatter_indices_batching_dims=(int(places.tokens < places.first),),
+            inserted_window_dims=(axes.tokens,),
+            scatter_dims_to_operand_dims=(axes.tokens,),
+            operand_batching_dims=(axes.first,),
+            scatter_indices_batching_dims=(int(axes.tokens < axes.first),),
         )
     else:
-        p = old.shape[places.first]
+        p = old.shape[axes.first]
         is_here = is_here & (pages >= 0) & (pages < p)
         rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
         pages = jnp.where(is_here, pages, p + rows * count + spare)
         indices = jnp.stack([pages, jnp.where(is_here, slots, 0)], axis=-1)
         numbers = jax.lax.ScatterDimensionNumbers(
             update_window_dims=tuple(others),
-            inserted_window_dims=tuple(places),
-            scatter_dims_to_operand_dims=tuple(places),
+            inserted_window_dims=tuple(axes),
+            scatter_dims_to_operand_dims=tuple(axes),
         )
     return jax.lax.scatter(
         old, indices, tokens, numbers, unique_indices=True, mode="drop"

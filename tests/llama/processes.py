@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains Llama in two processes, in one, and in one that goes on where two stopped."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.common.example_processes import EXAMPLES
+
+Arrays = Mapping[str, Any]
+
+PACKAGES = ("flax", "optax", "matplotlib", "orbax.checkpoint", "safetensors")
+_PROGRAM = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import train_llama
+from language import processes
+given, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+arguments = train_llama.parse_arguments(given)
+import jax
+jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+assert jax.device_count() == int(sys.argv[3])
+from language.text import batch_of, read_corpus
+from language.training import Trainer
+from llama.task import llama_task
+
+settings = arguments.settings
+trainer = Trainer(llama_task(settings, arguments.layout))
+batch = trainer.place(batch_of(read_corpus(arguments.text, settings), settings, 0))
+places = jax.tree.map(lambda x: x.sharding, trainer.shapes.params)
+gradient = jax.jit(trainer.gradient, out_shardings=(None, places))
+loss, found = gradient(trainer.initial().params, batch)
+arrays = {f"gradient{i}": processes.whole(x)
+          for i, x in enumerate(jax.tree.leaves(found))}
+state = train_llama.run(given)
+arrays |= {f"parameter{i}": processes.whole(x)
+           for i, x in enumerate(jax.tree.leaves(state.params))}
+if processes.is_first():
+    np.savez(folder, loss=loss, losses=np.asarray(state.losses), **arrays)
+"""
+
+
+def train(
+    folder: Path,
+    arguments: tuple[str, ...],
+    halves: tuple[Mapping[str, str], ...],
+    whole: Mapping[str, str],
+    devices: int,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Return what two processes found, what one did, and one that resumed at step 3.
+
+    ``halves`` and ``whole`` are the environments in which a process has half of the
+    devices, and all of them. Two sets of weights and checkpoints lie in ``folder``.
+    """
+    (folder / "text").mkdir()
+    for page in sorted((EXAMPLES.parent / "docs").glob("*.md"))[:20]:
+        text = page.read_text(encoding="utf-8")[:40]
+        (folder / "text" / page.name).write_text(text * 5, encoding="utf-8")
+    arguments += ("--text", str(folder / "text"), "--save-every", "3")
+    arguments += ("--picture", str(folder / "losses.png"))
+
+    def start(environment: Mapping[str, str], name: str, *own: str) -> subprocess.Popen:
+        given = json.dumps([*arguments, *own])
+        program = (sys.executable, "-c", _PROGRAM, given, str(folder / name))
+        paths = filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
+        return subprocess.Popen(
+            [*program, str(devices)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # An empty entry would be the source tree, where the tests run.
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    own = ("--checkpoints", str(folder / "two"), "--save-weights", str(folder / "w"))
+    own += ("--processes", "2", "--coordinator", f"localhost:{_free_port()}")
+    started = [
+        start(environment, "two.npz", *own, "--process", str(number))
+        for number, environment in enumerate(halves)
+    ]
+    first, second = _ended(*started)
+    assert f"Devices     {devices} " in first
+    assert "step" not in second, "only the first process tells of the run"
+
+    # One process goes on where two were after three steps.
+    (folder / "cut").mkdir()
+    (folder / "two" / "3").rename(folder / "cut" / "3")
+    _ended(start(whole, "resumed.npz", "--checkpoints", str(folder / "cut")))
+    _ended(start(whole, "one.npz"))
+    two, one, resumed = (
+        np.load(folder / f"{name}.npz") for name in ("two", "one", "resumed")
+    )
+    assert set(two) == set(one) == set(resumed)
+    assert np.isfinite(one["losses"]).all()
+    assert all(np.any(one[name]) for name in one if name.startswith("gradient"))
+    assert [*(folder / "w").glob("*.safetensors")]
+    return two, one, resumed
+
+
+def _ended(*started: subprocess.Popen) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        for process in started:
+            stack.callback(process.kill)
+        said = [process.communicate(timeout=600)[0] for process in started]
+    codes = [process.returncode for process in started]
+    assert codes == [0] * len(started), "\n".join(said)
+    return said
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
