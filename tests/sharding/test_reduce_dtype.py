@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
-from jax_cudnn import plans
+from jax_cudnn import f8, plans
 from jax_cudnn.config import ReduceDtype
 from jax_cudnn.lowering import traced_graphs
 from tests.common.devices import Function, collectives, mesh_of, placed
@@ -104,6 +104,65 @@ def test_sums_are_those_of_plain_jax_or_rounded_once(
         assert sent == {"f16"}
         plain = placed(mesh_of(x=2, y=2), operands, _SPECS)
         _assert_same(narrow, jax.jit(_with_gradients(jnp.matmul))(*plain))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sums_of_f8_products_are_those_of_a_layer_in_bf16(
+    kind: AxisType, dtype: Any
+) -> None:
+    # Integers up to 7, and the power of two that is their scale, are exact in f8. So
+    # the copies stand for the operands, and bits are those of products in 16 bits.
+    operands = [
+        jnp.asarray(_RNG.integers(-7, 8, s), dtype)
+        for s in ((6, 2040), (2040, 10), (6, 10))
+    ]
+    operands = [x.at[0, 0].set(7) for x in operands]
+    sharded = placed(mesh_of(kind, x=2, y=2), operands, _SPECS)
+    ours = _with_gradients(f8.dense)
+
+    x, w, cotangent = (np.asarray(each, np.float64) for each in operands)
+    shares = [_halves(x, w), [cotangent @ w.T], _halves(x.T, cotangent)]
+    whole = [_rounded(sum(each), dtype) for each in shares]
+    wide, sent = _compiled(ours, sharded, "f32")
+    _assert_same(wide, whole)
+    assert sent == {"f32"}
+
+    narrow, _ = _compiled(ours, sharded, "operands")
+    if dtype == jnp.float16:
+        # Before the scales are applied, sums are beyond f16.
+        _assert_same(narrow, whole)
+    else:
+        rounded = [[_rounded(x, dtype).astype(float) for x in each] for each in shares]
+        _assert_same(narrow, [_rounded(sum(each), dtype) for each in rounded])
+        assert np.any(np.asarray(wide[0]) != np.asarray(narrow[0]))
+    if kind == AxisType.Auto:
+        with plans.using(reduce_dtype="operands"):
+            calls = plans.inspect(lambda *xs: ours(*xs), *sharded).calls
+        said = r"a partial sum of \S+, in (\w+)\."
+        told = [re.findall(said, " ".join(call.reasons)) for call in calls]
+        name = "f32" if dtype == jnp.float16 else "bf16"
+        assert sorted(told) == [[], [name], [name]]
+
+
+@pytest.mark.parametrize("reduce_dtype", ["f32", "operands"])
+def test_f8_products_with_results_in_f32_are_added_up_in_f32(
+    reduce_dtype: ReduceDtype,
+) -> None:
+    # The gradient of weights in f32 is f32, whatever the layer's dtype is.
+    x, w, cotangent = (
+        jnp.asarray(_RNG.integers(-7, 8, s), dtype).at[0, 0].set(7)
+        for s, dtype in (
+            ((2040, 6), jnp.bfloat16),
+            ((6, 10), jnp.float32),
+            ((2040, 10), jnp.bfloat16),
+        )
+    )
+    sharded = placed(mesh_of(x=8), [x, w, cotangent], [("x",), (), ("x",)])
+    (_, _, got), sent = _compiled(_with_gradients(f8.dense), sharded, reduce_dtype)
+    assert got.dtype == jnp.float32
+    _assert_same(got, np.asarray(x, np.float64).T @ np.asarray(cotangent, np.float64))
+    assert sent == {"f32"}
 
 
 def test_examples_of_a_vmap_and_what_follows_a_sum() -> None:

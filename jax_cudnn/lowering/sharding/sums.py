@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor, kind_named
-from jax_cudnn.graph.rules import accumulator, narrow_dtype
+from jax_cudnn.graph.rules import EIGHT_BIT, accumulator, narrow_dtype
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division
 from jax_cudnn.policy.tables import tables_for
@@ -56,9 +56,22 @@ def sum_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
         if name not in graph.outputs and not options.exact_dtypes:
             makers = (node for node in graph.nodes if name in made_by([node]))
             dtypes = [graph.tensor(each).dtype for each in read_by(makers)]
+            if set(dtypes) <= {*EIGHT_BIT}:
+                return _of_f8_products(graph, name)
         if dtype != "f64" and (narrow := narrow_dtype(*dtypes)):
             return narrow
     return accumulator(dtype)
+
+
+def _of_f8_products(graph: Graph, name: str) -> DTypeName:
+    """Return bf16 if all results of a product of f8 copies are bf16, otherwise f32.
+
+    The scales of the copies are applied to the sum. Until then it may be beyond what
+    f16 holds.
+    """
+    results = following(graph.nodes, {name}).intersection(graph.outputs)
+    dtypes = {graph.tensor(each).dtype for each in results}
+    return "bf16" if dtypes == {"bf16"} else "f32"
 
 
 def share_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
