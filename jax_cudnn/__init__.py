@@ -38,6 +38,7 @@ try:
     )
     from jax_cudnn.fusing.explanation import FuseExplanation
     from jax_cudnn.fusing.function import Fused, fuse
+    from jax_cudnn.lowering import LAYOUT_TARGET as _LAYOUT_TARGET
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.attention.caches.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.attention.caches.paged_sdpa import paged_sdpa
@@ -69,6 +70,7 @@ try:
         DisabledSafetyCheck.custom_call(_native.TARGET_CAPTURED),
         DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),
         DisabledSafetyCheck.custom_call(_PARTITIONED_TARGET),
+        DisabledSafetyCheck.custom_call(_LAYOUT_TARGET),
     )
 except Exception as _error:
     if not _startup.is_program():

@@ -16,6 +16,7 @@ from jax_cudnn.lowering._jax import (
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
+from jax_cudnn.lowering.layouts import LAYOUT_TARGET, in_row_order
 from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
@@ -24,6 +25,7 @@ from jax_cudnn.lowering.remat import (
     attention_results,
     kept_copy,
     kernels_of,
+    product_result,
 )
 from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
 from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
@@ -60,6 +62,7 @@ from jax_cudnn.lowering.tracing import (
 
 __all__ = [
     "F8_COPIES",
+    "LAYOUT_TARGET",
     "PARTITIONED_TARGET",
     "CustomCall",
     "TracedGraph",
@@ -82,6 +85,7 @@ __all__ = [
     "gathered",
     "gathered_along",
     "graph_of",
+    "in_row_order",
     "inner_jaxprs",
     "is_array_aval",
     "is_explicitly_sharded",
@@ -93,6 +97,7 @@ __all__ = [
     "kernels_of",
     "linear_call",
     "partial_axes",
+    "product_result",
     "run_by_hand",
     "run_contender",
     "run_cudnn",

@@ -57,6 +57,15 @@ def attention_results(results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(kept_p.bind(*map(checkpoint_name, results, names), kind="sdpa"))
 
 
+def product_result(result: jax.Array) -> jax.Array:
+    """Return the result of a product that is not one graph.
+
+    Policies that save a matmul without batch axes save it.
+    """
+    (kept,) = kept_p.bind(result, kind="matmul")
+    return kept
+
+
 def _kept_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, kind: str
 ) -> tuple[Sequence[jax.Array], Sequence[Any]]:
@@ -108,7 +117,7 @@ def _of_products(policy: Policy, equation: Any) -> Any:
     if policy is jax.checkpoint_policies.nothing_saveable:
         return Recompute
     if equation.primitive is kept_p:
-        products = _products_of_attention()
+        products = _products_of_kept(equation.params["kind"])
     else:
         products = _products_of(equation.params["graph"], equation.params["options"])
     answers = (_answer(policy, product) for product in products)
@@ -130,14 +139,18 @@ def _products_of(graph: Graph, options: Options) -> tuple[Any, ...]:
         return tuple(_products_in(jax.make_jaxpr(run)(*operands).jaxpr))
 
 
-@functools.lru_cache(maxsize=1)
-def _products_of_attention() -> tuple[Any, ...]:
-    """Return the products of an attention over examples and heads, of any size."""
-    x = jax.ShapeDtypeStruct((2, 2, 2, 2), jnp.float32)
+@functools.lru_cache(maxsize=2)
+def _products_of_kept(kind: str) -> tuple[Any, ...]:
+    """Return the products of attention, or of one matmul, of any size."""
+    if kind == "sdpa":
+        # Over examples and heads.
+        x = jax.ShapeDtypeStruct((2, 2, 2, 2), jnp.float32)
+        run, operands = jax.nn.dot_product_attention, (x, x, x)
+    else:
+        x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+        run, operands = jnp.matmul, (x, x)
     with _jax.without_mesh():
-        return tuple(
-            _products_in(jax.make_jaxpr(jax.nn.dot_product_attention)(x, x, x).jaxpr)
-        )
+        return tuple(_products_in(jax.make_jaxpr(run)(*operands).jaxpr))
 
 
 def _products_in(jaxpr: Any) -> Iterator[Any]:

@@ -39,9 +39,23 @@ def saturated(x: jax.Array, dtype: np.dtype) -> jax.Array:
     So do infinities, of which e4m3 has none. NaN stays NaN. JAX's own conversion makes
     NaN of what e4m3 does not hold, and infinities in e5m2.
     """
+    return kept_rounding(clipped(x, dtype))
+
+
+def clipped(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return what `saturated` does, for readers that call `kept_rounding`."""
     if dtype.itemsize != 1:
         return x.astype(dtype)
     most = float(jnp.finfo(dtype).max)
-    # XLA leaves out a conversion to f8 that is followed by one back (on a GPU, by
-    # xla_allow_excess_precision), and with it the rounding. The barrier keeps it.
-    return jax.lax.optimization_barrier(jnp.clip(x, -most, most).astype(dtype))
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def kept_rounding(x: jax.Array) -> jax.Array:
+    """Return an array that may be converted back; in f8, its rounding stays.
+
+    XLA leaves out a conversion to f8 that is followed by one back (on a GPU, by
+    xla_allow_excess_precision), and with it the rounding. A barrier keeps it. Where it
+    is, XLA also merges no operations.
+    """
+    is_f8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.optimization_barrier(x) if is_f8 else x

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
 from jax_cudnn import checkpoint_policies as policies
-from jax_cudnn import parallel
+from jax_cudnn import f8, parallel
 from jax_cudnn.graph import (
     DTypeName,
     Graph,
@@ -257,6 +257,51 @@ def test_grouped_products_are_saved_as_products(policy: Any, runs: int) -> None:
     kinds = count_kinds(_gradient(saving, 2), *operands)
     assert kinds["grouped_matmul"] == runs
     assert _saved(saving, *operands) == ([13 * 24] if runs == 1 else [])
+
+
+def _f8_groups(x: jax.Array, w: jax.Array) -> jax.Array:
+    sizes = jnp.array([12, 0, 20], jnp.int32)
+    return f8.ragged_dot(x, jnp.stack([w] * 3), sizes)
+
+
+_F8_LAYERS = {
+    "current": f8.dense,
+    "with what a layer adds": functools.partial(
+        f8.dense, bias=jnp.ones(96), activation="silu"
+    ),
+    "blocks": functools.partial(f8.dense, recipe=f8.MXFP8()),
+    "groups": _f8_groups,
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_saved"),
+    [
+        (policies.dots_saveable, True),
+        (policies.dots_with_no_batch_dims_saveable, True),
+        (policies.offload_dots_and_attention("device", "pinned_host"), True),
+        (policies.attention_saveable, False),
+        (policies.f8_saveable, False),
+        (policies.nothing_saveable, False),
+    ],
+)
+@pytest.mark.parametrize("layer", _F8_LAYERS.values(), ids=_F8_LAYERS)
+def test_products_of_f8_layers_are_saved_as_matmuls(
+    layer: _Function, policy: Any, is_saved: bool
+) -> None:
+    operands = _draw((32, 64), (64, 96))
+    loss = _sines(layer)
+    saving = jax.checkpoint(loss, policy=policy)
+    gradient, want = (_gradient(f, 2) for f in (saving, loss))
+    # A number beside a border of f8 may be rounded the other way under jit.
+    found = jax.jit(gradient)(*operands)
+    _assert_close(found, jax.jit(want)(*operands), tolerance=1e-3)
+    kinds, once = (count_kinds(f, *operands) for f in (gradient, want))
+    assert kinds.total() - once.total() == (0 if is_saved else 1)
+    sizes = _saved(saving, *operands)
+    assert sizes.count(32 * 96) == int(is_saved)
+    if policy is not policies.f8_saveable:
+        assert len(sizes) == int(is_saved)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "softplus"])

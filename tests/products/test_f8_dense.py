@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import jax_cudnn
 from jax_cudnn import checkpoint_policies, f8, plans
 from tests.common.devices import mesh_of, placed
 from tests.products.shared.f8_dense import ULP, close, normal, truth
@@ -429,6 +430,39 @@ def test_f8_copies_are_what_is_saved() -> None:
     assert len(re.findall(r"u8\[64,32\] = name", text)) == 1
     again = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer)))(x))
     assert len(re.findall(r"u8\[64,32\] = name", again)) == 2
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+def test_copies_for_a_gpu_are_conversions_of_arrays_in_row_order(
+    implementation: Any,
+) -> None:
+    x, w = normal(0, 64, 32).astype("bfloat16"), normal(1, 32, 48).astype("bfloat16")
+
+    def gradients(x: Any, w: Any) -> Any:
+        layer = functools.partial(f8.dense, implementation=implementation)
+        y, back = jax.vjp(layer, x, w)
+        return y, *back(y)
+
+    def text(function: Any, platform: str, *operands: Any) -> str:
+        traced = jax.jit(function).trace(*operands)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    # x, w and the cotangent, of which two products have copies each.
+    found = text(gradients, "cuda", x, w)
+    assert found.count("@LayoutConstraint") == 3
+    examples = text(jax.vmap(gradients, (0, None)), "cuda", jnp.stack([x, x]), w)
+    assert examples.count("@LayoutConstraint") == 3
+    # XLA's products keep the rounding. cuDNN's are no conversions back, and barriers
+    # would keep XLA from writing both copies at once.
+    barriers = found.count("stablehlo.optimization_barrier")
+    assert barriers == (6 if implementation == "xla" else 0)
+    if implementation == "xla":
+        assert "LayoutConstraint" not in text(gradients, "cpu", x, w)
+    jax.export.export(
+        jax.jit(gradients),
+        platforms=["cuda"],
+        disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS,
+    )(x, w)
 
 
 # --- meshes ---------------------------------------------------------------------------

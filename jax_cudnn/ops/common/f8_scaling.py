@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.ops.common.arguments import as_operand, check_flag, describe
-from jax_cudnn.reference.dtypes import dtype_name, saturated
+from jax_cudnn.reference.dtypes import dtype_name, kept_rounding, saturated
 
 _F32 = jnp.finfo(jnp.float32)
 
@@ -129,7 +129,12 @@ def quantize(
     op = "f8.quantize"
     dtype = check_f8(op, dtype)
     array, scale = _real(op, "x", x), _real(op, "scale", scale)
-    return saturated(array.astype(jnp.float32) / scale.astype(jnp.float32), dtype)
+    return saturated(over_scale(array, scale), dtype)
+
+
+def over_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x / scale in f32: what `quantize` rounds."""
+    return x.astype(jnp.float32) / scale.astype(jnp.float32)
 
 
 def dequantize(
@@ -149,6 +154,7 @@ def dequantize(
     """
     op = "f8.dequantize"
     array, scale = _real(op, "values", values), _real(op, "scale", scale)
+    array = kept_rounding(array)
     return (array.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)
 
 

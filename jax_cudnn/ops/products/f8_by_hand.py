@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import typed_like
+from jax_cudnn.lowering import product_result, typed_like
 from jax_cudnn.ops.products.dot_general import dot_general
 
 # The axes of two operands that are summed over together.
@@ -41,11 +41,12 @@ class ProductByHand(abc.ABC):
         return (_product(self, dict(given)),)
 
     def again(self, given: Given) -> tuple[jax.Array]:
-        """Return the product inside a derivative, as `forward` does.
+        """Return the product inside a derivative, kept as a matmul by remat policies.
 
-        Cotangents of higher orders have other sizes than those that a state knows.
+        Its own derivative is the reference's, as in `forward`: cotangents of higher
+        orders have other sizes than those that a state knows.
         """
-        return self.forward(given)
+        return (product_result(*self.forward(given)),)
 
     def gradients(
         self,

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.lowering import in_row_order
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import (
     as_operand,
@@ -246,6 +247,7 @@ class _Scaled(_Grouped, Product):
         self, given: Given, grad: jax.Array
     ) -> dict[str, jax.Array]:
         """Return the gradients, that of x by the f8 copies."""
+        grad = in_row_order(grad)
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
         (copy, w_scale), own = self.stored(given, "w"), cotangent(grad, scale)

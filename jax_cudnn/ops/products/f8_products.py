@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import kept_copy, run_by_hand, sharded_as
+from jax_cudnn.lowering import in_row_order, kept_copy, run_by_hand, sharded_as
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
@@ -30,7 +30,7 @@ from jax_cudnn.ops.common.f8_recipes import (
     Recipe,
     scale_and_next,
 )
-from jax_cudnn.ops.common.f8_scaling import dequantize, quantize
+from jax_cudnn.ops.common.f8_scaling import dequantize, over_scale
 from jax_cudnn.ops.common.plain import Epilogue, check_implementation
 from jax_cudnn.ops.products.block_products import block_products
 from jax_cudnn.ops.products.dot_general import as_product
@@ -43,7 +43,9 @@ from jax_cudnn.ops.products.f8_by_hand import (
     with_bias,
 )
 from jax_cudnn.ops.products.operands import common_dtypes, in_three, run_product
-from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.reference.dtypes import clipped, dtype_name, kept_rounding
+
+_LARGEST = float(jnp.finfo(BACKWARD).max)
 
 
 def operand(op: str, name: str, value: ArrayLike) -> jax.Array:
@@ -80,13 +82,13 @@ def products(
     if not isinstance(recipe, Current | Delayed):
         found = block_products(op, x, weights, biases, recipe, sums, call, w_sharding)
         return found, [None] * len(found)
-    own, first = jax.lax.stop_gradient(x), states[0]
+    own, first = in_row_order(jax.lax.stop_gradient(x)), states[0]
     x_scale, x_next = scale_and_next(recipe, "x", first and first.x, own, FORWARD)
     x_copy = _copy(own, x_scale)
     found = []
     following: list[DenseState | None] = []
     for (name, w), state in zip(weights.items(), states, strict=True):
-        own = jax.lax.stop_gradient(w)
+        own = in_row_order(jax.lax.stop_gradient(w))
         w_scale, w_next = scale_and_next(recipe, "w", state and state.w, own, FORWARD)
         given = {
             "x": x,
@@ -135,13 +137,14 @@ def last_and_first(op: str, x: jax.Array, name: str, w: jax.Array, axes: int) ->
 
 
 def _copy(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return kept_copy(quantize(x, scale, FORWARD))
+    return kept_copy(clipped(over_scale(x, scale), FORWARD))
 
 
 def cotangent(grad: jax.Array, scale: jax.Array) -> jax.Array:
     """Return a cotangent in f8. Its infinities stay so: loss scaling looks for them."""
-    stored = quantize(grad, scale, BACKWARD)
-    return jnp.where(jnp.isinf(grad), grad.astype(BACKWARD), stored)
+    scaled = over_scale(grad, scale)
+    finite = jnp.clip(scaled, -_LARGEST, _LARGEST)
+    return jnp.where(jnp.isinf(grad), scaled, finite).astype(BACKWARD)
 
 
 def _read(copy: jax.Array) -> jax.Array:
@@ -179,6 +182,7 @@ class Product(ProductByHand):
         self, given: Given, grad: jax.Array
     ) -> dict[str, jax.Array]:
         """Return the gradients by the f8 copies."""
+        grad = in_row_order(grad)
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
         copy = cotangent(grad, scale), scale
@@ -246,6 +250,7 @@ class Product(ProductByHand):
         dtypes = common_dtypes(self.op, x, y)
         if reason := dtypes.why_plain(np.dtype(dtype), lhs=x, rhs=y):
             check_implementation(self.op, reason, self.call)
+            x, y = kept_rounding(x), kept_rounding(y)
             z = jax.lax.dot_general(
                 x, y, (sums, ((), ())), preferred_element_type=jnp.float32
             )

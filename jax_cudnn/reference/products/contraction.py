@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph.products.conv import ConvAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.graph.windows import dilated
-from jax_cudnn.reference.dtypes import DTYPES
+from jax_cudnn.reference.dtypes import DTYPES, kept_rounding
 
 Operands = Mapping[str, jax.Array]
 
@@ -30,8 +30,8 @@ def matmul(
     del attributes
     dtype = outputs["output"].dtype
     sums = jnp.matmul(
-        inputs["a"],
-        inputs["b"],
+        kept_rounding(inputs["a"]),
+        kept_rounding(inputs["b"]),
         preferred_element_type=DTYPES[dtype],
         precision=precision,
     )

@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.graph.spec import Attributes, Tensor
-from jax_cudnn.reference.dtypes import dtype_name, jax_dtype
+from jax_cudnn.reference.dtypes import dtype_name, jax_dtype, kept_rounding
 from jax_cudnn.reference.products import grouped_tiles
 
 Operands = Mapping[str, jax.Array]
@@ -219,7 +219,7 @@ def _sums(*dtypes: np.dtype) -> np.dtype:
 def _exact(x: jax.Array) -> jax.Array:
     """Return an operand of f8 in bf16, which holds all numbers of f8."""
     is_narrow = dtype_name(x.dtype) in EIGHT_BIT
-    return x.astype(jnp.bfloat16) if is_narrow else x
+    return kept_rounding(x).astype(jnp.bfloat16) if is_narrow else x
 
 
 def _has_lax(a: jax.Array, b: jax.Array, precision: Any) -> bool:
