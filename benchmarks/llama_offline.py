@@ -26,8 +26,8 @@ import jax
 from benchmarks.llama import PLAIN, ROWS, WAYS, Way
 from benchmarks.records import Row, kept_rows, renewed, write_records
 from benchmarks.several_gpus import cudnn_calls
+from benchmarks.traffic import moved, told_of, told_of_moved
 from benchmarks.traffic import received as received_of
-from benchmarks.traffic import told_of
 from benchmarks.xla_code import described
 from jax_cudnn import offline, plans
 
@@ -105,6 +105,7 @@ def measure(way: Way, options: argparse.Namespace, target: Target) -> Row:
         "trace_s": round(traced_s, 2),
         "compile_s": round(compiled_s, 1),
         "received": received_of(text),
+        "moved": moved(text),
     }
 
 
@@ -121,13 +122,15 @@ def markdown(data: dict[str, Any]) -> str:
         "receives in a step is by kind and dtype, the layers' loop counted as often as "
         "it runs: how many collectives, and MiB. On devices of the CPU, XLA sends bf16 "
         "as f32 and f8 as f16. Sums over devices are in bf16, but for a contender "
-        "that says f32. Plain JAX has XLA's attention here, whose scratch is "
+        "that says f32. Moved is what XLA's kernels read and write, without products, "
+        "attention and collectives: how often the step and each of its loops run, and "
+        "MiB. Plain JAX has XLA's attention here, whose scratch is "
         "not that of cuDNN's and is left out. Seconds are of one CPU, for tracing, and "
         "for lowering and compiling.",
         "",
         "| size | devices | mesh | rows each | remat | contender | state MiB "
-        "| scratch MiB | received MiB | of them | trace s | compile s |",
-        "| --- | --- | --- | ---: | --- | --- | ---: | ---: | ---: | --- | ---: "
+        "| scratch MiB | received MiB | of them | moved | trace s | compile s |",
+        "| --- | --- | --- | ---: | --- | --- | ---: | ---: | ---: | --- | --- | ---: "
         "| ---: |",
     ]
     for row in data["rows"]:
@@ -138,6 +141,7 @@ def markdown(data: dict[str, Any]) -> str:
             f"| {row['gpus']} {row['GPU']} | {row['mesh']} | {row['rows']} "
             f"| {row['remat']} | {row['contender']} | {row['state_mib']:,} | {scratch} "
             f"| {sum(mib for *_, mib in received):,} | {told_of(received)} "
+            f"| {told_of_moved(row.get('moved', []))} "
             f"| {row['trace_s']:.1f} | {row['compile_s']:.0f} |"
         )
     return "\n".join(lines) + "\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a compiled program sends between devices, in loops as often as these run.
+"""Counts what a compiled program sends between devices, and what XLA's kernels move.
 
 The program is given as HLO's text, for a GPU or a CPU. XLA's CPU computes in f32 what
 is bf16 and in f16 what is f8, so there bytes are those of the wider dtype.
@@ -24,6 +24,7 @@ _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(body|condition|calls|to_apply|\w+_computation)=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_GEMM = re.compile(r'"kind":"__triton\w*gemm')
 # How much of its operand a device receives of n - 1 others, given n.
 _RECEIVED = {
     "all-gather": lambda n: n - 1,
@@ -88,6 +89,98 @@ def told_of(rows: list[list[Any]]) -> str:
     large = [row for row in rows if row[3]]
     told = (f"{count} {kind} {dtype}: {mib:,}" for kind, dtype, count, mib in large)
     return ", ".join(told) or "nothing"
+
+
+def moved(text: str) -> list[list[int]]:
+    """Return what XLA's own kernels read and write, in a program and each of its loops.
+
+    These are pairs: how often it runs, and the MiB of one run. Custom calls, matrix
+    multiplications and what is sent between devices are left out. Of an array that is
+    cut or changed in place, the part counts.
+    """
+    blocks = dict(_blocks(text))
+    ways = (x for lines in blocks.values() for y in lines for x in _ways_of(y))
+    runs = {"ENTRY", *(called for way, called in ways if way == "body")}
+    return [
+        [times, round(_moved_in(blocks, name) / 2**20)]
+        for name, times in _times(blocks)
+        if name in runs
+    ]
+
+
+def told_of_moved(rows: list[list[int]]) -> str:
+    """Return such pairs as a cell of a table."""
+    return ", ".join(f"{times} x {mib:,}" for times, mib in rows)
+
+
+def _ways_of(line: re.Match[str]) -> list[tuple[str, str]]:
+    return _CALLED.findall(line["rest"])
+
+
+def _moved_in(blocks: dict[str, list[re.Match[str]]], name: str) -> float:
+    total = 0.0
+    types = {line["name"]: line["type"] for line in blocks[name]}
+    for line in blocks[name]:
+        if line["op"] in ("fusion", "fusion-start") and not _GEMM.search(line["rest"]):
+            ((_, called),) = _ways_of(line)
+            lines = blocks[called]
+            total += _written(lines)
+            total += sum(
+                min(_size(types.get(each, "")), _read(lines, i))
+                for i, each in enumerate(_names(line))
+            )
+        elif line["op"] in ("copy", "transpose", "convert", "broadcast"):
+            total += 2 * _size(line["type"])
+    return total
+
+
+def _read(lines: list[re.Match[str]], parameter: int) -> float:
+    """Return how many bytes of an operand a kernel reads."""
+    (start,) = (
+        line
+        for line in lines
+        if line["op"] == "parameter" and line["operands"] == str(parameter)
+    )
+
+    def of(line: re.Match[str]) -> float:
+        total = 0.0
+        for reader in (x for x in lines if line["name"] in _names(x)):
+            is_first = _names(reader)[0] == line["name"]
+            if reader["op"] in ("slice", "dynamic-slice") and is_first:
+                total += _size(reader["type"])
+            elif reader["op"] == "bitcast":
+                total += of(reader)
+            elif not (reader["op"] == "dynamic-update-slice" and is_first):
+                return math.inf
+        return total
+
+    return of(start)
+
+
+def _written(lines: list[re.Match[str]]) -> float:
+    """Return how many bytes a kernel writes, given its lines."""
+    named = {line["name"]: line for line in lines}
+    root = lines[-1]
+    total = 0.0
+    for line in map(named.get, _names(root)) if root["op"] == "tuple" else [root]:
+        while line is not None and line["op"] == "bitcast":
+            line = named.get(_names(line)[0])
+        if line is not None and line["op"] == "dynamic-update-slice":
+            line = named.get(_names(line)[1])
+        total += 0 if line is None else _size(line["type"])
+    return total
+
+
+def _names(line: re.Match[str]) -> list[str]:
+    return re.findall(r"[\w.\-]+", _bare(line["operands"]))
+
+
+def _size(type_: str) -> int:
+    """Return the bytes of an array, or of the arrays of a tuple."""
+    return sum(
+        BYTES.get(dtype, 0) * math.prod(map(int, dims.split(",") if dims else ()))
+        for dtype, dims in _ARRAY.findall(type_)
+    )
 
 
 def _bare(operands: str) -> str:

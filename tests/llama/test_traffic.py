@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.traffic import traffic
+from benchmarks.traffic import moved, told_of_moved, traffic
 from tests.common.devices import mesh_of
 
 pytestmark = pytest.mark.once
@@ -120,3 +120,46 @@ ENTRY %main (p: f32[6]) -> f32[6] {
 """
     with pytest.raises(ValueError, match="has no replica_groups in a form that is"):
         traffic(text)
+
+
+_MIB = "262144"  # numbers in f32
+_PROGRAM = f"""
+%cut (p: f32[8,{_MIB}], i: s32[]) -> f32[1,{_MIB}] {{
+  %p = f32[8,{_MIB}]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %slice = f32[1,{_MIB}]{{1,0}} dynamic-slice(%p, %i, %i), sizes={{1,{_MIB}}}
+}}
+
+%put (p: f32[8,{_MIB}], x: f32[1,{_MIB}], i: s32[]) -> f32[8,{_MIB}] {{
+  %p = f32[8,{_MIB}]{{1,0}} parameter(0)
+  %x = f32[1,{_MIB}]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %update = f32[8,{_MIB}]{{1,0}} dynamic-update-slice(%p, %x, %i, %i)
+}}
+
+%body (t: (f32[8,{_MIB}], s32[])) -> (f32[8,{_MIB}], s32[]) {{
+  %t = (f32[8,{_MIB}]{{1,0}}, s32[]) parameter(0)
+  %all = f32[8,{_MIB}]{{1,0}} get-tuple-element(%t), index=0
+  %i = s32[] get-tuple-element(%t), index=1
+  %one = f32[1,{_MIB}]{{1,0}} fusion(%all, %i), kind=kLoop, calls=%cut
+  %sent = f32[1,{_MIB}]{{1,0}} all-reduce(%one), replica_groups={{}}, to_apply=%add
+  %new = f32[8,{_MIB}]{{1,0}} fusion(%all, %sent, %i), kind=kLoop, calls=%put
+  ROOT %next = (f32[8,{_MIB}]{{1,0}}, s32[]) tuple(%new, %i)
+}}
+
+ENTRY %main (x: f32[8,{_MIB}], i: s32[]) -> f32[8,{_MIB}] {{
+  %x = f32[8,{_MIB}]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %begin = f32[8,{_MIB}]{{1,0}} copy(%x)
+  %t = (f32[8,{_MIB}]{{1,0}}, s32[]) tuple(%begin, %i)
+  %loop = (f32[8,{_MIB}]{{1,0}}, s32[]) while(%t), condition=%until, body=%body, \
+backend_config={{"known_trip_count":{{"n":"5"}}}}
+  ROOT %end = f32[8,{_MIB}]{{1,0}} get-tuple-element(%loop), index=0
+}}
+"""
+
+
+def test_kernels_move_the_parts_that_they_cut_and_change() -> None:
+    # A copy of 8 MiB; a slice that is read and written, and put in its place again.
+    assert moved(_PROGRAM) == [[1, 16], [5, 4]]
+    assert told_of_moved(moved(_PROGRAM)) == "1 x 16, 5 x 4"
