@@ -250,6 +250,7 @@ def test_gradients_are_nan_where_a_token_has_no_room(page: int) -> None:
 def test_sinks_have_a_gradient() -> None:
     drawn = draw(replace(in_pages(_RAGGED, 4), sinks=True))
 
+    @jax.jit
     def call(query: Any, sinks: Any) -> jax.Array:
         return drawn.call(query=query, sinks=sinks)[0]
 
