@@ -150,7 +150,7 @@ def of_channels(
     channels = as_tuple(layer.feature_axes)
     if len(channels) != 1 or channels[0] % x.ndim == 0:
         reasons.append(f"feature_axes={layer.feature_axes}")
-    return channels, {"channel_axis": channels[0]}
+    return channels, {"channel_axis": channels[0] if channels else None}
 
 
 def as_tuple(axes: Any) -> tuple[int, ...]:
