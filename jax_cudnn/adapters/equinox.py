@@ -263,7 +263,7 @@ def to_cudnn(model: Any, *, implementation: Implementation = "auto") -> Any:
     `MultiheadAttention`, `Conv`, `Conv1d`, `Conv2d`, `Conv3d` and `Linear` of
     `equinox.nn` are replaced by this module's classes, wherever they are in the model.
     Their arrays are the same ones in the same order, so that saved leaves load before
-    and after. Subclasses are left as they are, since they may compute something else.
+    and after. Subclasses are not converted, since they may compute something else.
 
     Args:
       model: any pytree.

@@ -56,7 +56,7 @@ class LayerNorm(linen.LayerNorm):
 
         \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
 
-    The variance is always that of centred values: `use_fast_variance` changes nothing.
+    The mean is always subtracted before squaring: `use_fast_variance` has no effect.
 
     Attributes:
       activation: as in `jax_cudnn.layer_norm`. Default None: none.

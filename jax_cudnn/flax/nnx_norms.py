@@ -76,7 +76,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
 
         \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
 
-    The variance is always that of centred values: `use_fast_variance` changes nothing.
+    The mean is always subtracted before squaring: `use_fast_variance` has no effect.
 
     Args:
       num_features: as in `flax.nnx.LayerNorm`.

@@ -109,8 +109,8 @@ def apply_rotary(
         a `base` or `fraction` that is not a Python number.
 
     Notes:
-      Beside positions of some 100,000, f32 angles of the highest frequencies are right
-      to about 0.01. This holds for every implementation with f32 angles.
+      At positions around 100,000, f32 angles of the highest frequencies have errors of
+      about 0.01. This holds for every implementation with f32 angles.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -103,8 +103,8 @@ def quantize(
 ) -> jax.Array:
     """Return x / scale in f8, rounded to nearest even and saturating.
 
-    What is too large for the dtype becomes its largest number, infinities as well; NaN
-    stays NaN. JAX's own `astype` makes NaN of numbers that f8_e4m3fn cannot represent.
+    Numbers and infinities beyond the dtype's range become its largest number. NaN stays
+    NaN. JAX's `astype` turns numbers that f8_e4m3fn cannot represent into NaN.
 
     Args:
       x: an array of real numbers.

@@ -186,8 +186,8 @@ class Window(Mask):
       left: how many keys before its own position, or None for all of them.
       right: how many keys after it, or None for all of them.
       alignment: its own position is i for "top-left" (default), and i + t - s for
-        "bottom-right", with s queries and t keys. For "cache" it is that with the
-        lengths of the batch entry in place of t and s.
+        "bottom-right", with s queries and t keys. "cache" is "bottom-right" with the
+        lengths of the batch entry as s and t.
 
     Raises:
       ValueError: no query sees a key in it, as with left = right = -1. Masks that show
