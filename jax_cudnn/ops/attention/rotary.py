@@ -226,6 +226,6 @@ def _positions(
         raise ValueError(
             f"apply_rotary: positions is {describe(array)}, which does not broadcast "
             f"to (batch axes, length) = {list(full)}. Each of its axes must be 1 or "
-            "the full size."
+            "the full size. Insert, expand or slice axes."
         )
     return jnp.reshape(array, shape).astype(dtype)
