@@ -191,8 +191,8 @@ def test_what_is_no_layout_is_told_those_of_three(
 ) -> None:
     told = (
         f"conv: dimension_numbers={numbers!r} is neither a layout for each of lhs, rhs "
-        "and the result, nor one of images that begins with N and has C behind it or "
-        f"last. Pass for example {layouts}."
+        "and the result, nor one of images with N first and C second or last. "
+        f"Pass for example {layouts}."
     )
     _check(_conv, {"dimension_numbers": numbers}, TypeError, told)
     # The advice helps.

@@ -168,8 +168,8 @@ def three_layouts(op: str, numbers: Any) -> Any:
         return first, filters, first
     raise TypeError(
         f"{op}: dimension_numbers={numbers!r} is neither a layout for each of lhs, rhs "
-        "and the result, nor one of images that begins with N and has C behind it or "
-        f"last. Pass for example {(first, filters, first)}."
+        "and the result, nor one of images with N first and C second or last. "
+        f"Pass for example {(first, filters, first)}."
     )
 
 

@@ -433,8 +433,8 @@ def refuse_mask_data(op: str, mask: object) -> None:
     if isinstance(mask, Mask):
         raise TypeError(
             f"{op}: mask is {type(mask).__name__}(...). Masks of jax_cudnn.masks are "
-            "for jax_cudnn.sdpa. Here, pass a bool array, or other arguments that "
-            "hide keys; packed sequences have none."
+            "for jax_cudnn.sdpa. Here, pass an array of bools, or the other arguments "
+            "that mask keys. There is none for packed sequences."
         )
 
 
