@@ -25,8 +25,8 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.harness.records import write_records
+from benchmarks.harness.report import environment, versions_text
 from scripts.gpu_report import commit
 
 Record = dict[str, Any]

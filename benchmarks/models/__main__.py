@@ -26,16 +26,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import torch_side
+from benchmarks.harness import torch_side
+from benchmarks.harness.records import (
+    gpu_of,
+    kept_rows,
+    on_this_gpu,
+    renewed,
+    write_records,
+)
+from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.models.cudnn_kit import CudnnKit, F8Kit
 from benchmarks.models.every import every
 from benchmarks.models.jax_steps import JaxSteps, drawn, operations
 from benchmarks.models.plain_kit import AllExpertsKit, PlainKit
 from benchmarks.models.torch_kit import TorchSteps, is_there
 from benchmarks.models.zoo import Model
-from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
-from benchmarks.report import environment, last_run_text
-from benchmarks.timing import Contender, alternate, summary
 
 _DATA, _PAGE = "models.json", "models.md"
 _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
