@@ -272,7 +272,7 @@ def _demo(measured: Entry) -> Iterator[str]:
 def measure() -> Entry:
     """Return what plans.json holds, measured on this machine's GPU."""
     # Here, because writing the page needs none of them.
-    from benchmarks.harness.report import environment
+    from benchmarks.harness.versions import environment
     from jax_cudnn import choices, plans
     from jax_cudnn.lowering.devices import local_target
 

@@ -12,7 +12,6 @@ that the file in the folder has are kept. `--no-flex` leaves out what takes long
 compile.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +19,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,14 +29,14 @@ from flax import nnx
 import jax_cudnn
 from benchmarks.attention.attention_cells import WORKLOADS, Workload
 from benchmarks.harness import tokamax_side, torch_side
-from benchmarks.harness.records import gpu_of, kept_rows, on_this_gpu, write_records
-from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.page import gpu_of, page, spread, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import f8, native, plans
 from jax_cudnn.flax import make_attention_fn
 
-_DATA, _PAGE = "attention_features.json", "attention_features.md"
 _OURS, _TUNED, _IN_BF16 = "jax_cudnn", "jax_cudnn tuned", "jax_cudnn bf16"
 Attention = Callable[..., Any]
 
@@ -266,23 +264,9 @@ def _row(work: Workload, what: str, name: str, timing: Timing) -> dict[str, Any]
     return {**facts, **dataclasses.asdict(timing)}
 
 
-def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows in the order of the workloads."""
-    names = [work.name for work in WORKLOADS]
-    return sorted(rows, key=lambda row: names.index(row["workload"]))
-
-
-def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+def markdown(data: dict[str, Any]) -> str:
     """Return the report as a table, a line a contender."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- What attention's features take on a GPU, beside other libraries. -->",
-        "",
-        "# Attention's features",
-        "",
-        "Printed by `python -m benchmarks.attention_features`; do not edit. "
-        f"{last_run_text(versions)}",
-        "",
         "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
         "same run (median, lowest and highest): above 1, the other is slower. All",
         "contenders of a workload and direction take turns in one run. Sizes are",
@@ -295,50 +279,53 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "deterministic algorithms. Where heads share their dropout, `jax_cudnn` is",
         "`jax_cudnn.flax.attention_fn` by cuDNN, and neither is causal.",
         "",
-        "| workload | size | GPU | | contender | µs | ratio | range |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | --- |",
+        *table(
+            "workload | size | GPU | | contender | >µs | >ratio | range",
+            map(_cells, data["rows"]),
+        ),
     ]
-    lines += [
-        f"| {row['workload']} | {row['size']} | {gpu_of(row)} | {row['what']} "
-        f"| {row['contender']} | {row['median_us']:.1f} | {row['ratio']:.3f} "
-        f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Attention's features",
+        comment="What attention's features take on a GPU, beside other libraries.",
+        command="python -m benchmarks.attention_features",
+        names_gpus=True,
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    named = [row["workload"], row["size"], gpu_of(row), row["what"], row["contender"]]
+    times = f"{row['median_us']:.1f}", f"{row['ratio']:.3f}", spread(row, digits=3)
+    return [*named, *times]
 
 
 def main() -> None:
     """Run the workloads and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
-    parser.add_argument("--no-flex", action="store_true")
-    parser.add_argument("--small", action="store_true", help="try the script on a CPU")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
+    made = parser(__doc__)
+    made.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
+    made.add_argument("--no-flex", action="store_true")
+    made.add_argument("--small", action="store_true", help="try the script on a CPU")
+    options = made.parse_args()
     if tokamax_side.tokamax is not None:
         plans.add_tokamax()
-    rows: list[dict[str, Any]] = []
-    chosen = [
-        work
-        for work in WORKLOADS
-        if any(fnmatchcase(work.name, x) for x in options.only)
-    ]
+    names = [work.name for work in WORKLOADS]
+    chosen = [x for x in WORKLOADS if any(fnmatchcase(x.name, y) for y in options.only)]
     if not chosen:
-        names = ", ".join(f'"{work.name}"' for work in WORKLOADS)
-        parser.error(f"--only {options.only} names no workload; there are {names}")
-    if len(chosen) < len(WORKLOADS):
-        rows = kept_rows(options.out / _DATA)
+        made.error(f"--only {options.only} names no workload; there are {names}")
+    rows = Table(
+        folder=options.out,
+        name="attention_features",
+        markdown=markdown,
+        keys=["workload"],
+        order=names,
+    )
+    if len(chosen) == len(names):
+        rows.forget()
     for work in chosen:
         if options.small:
             work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
-        measured = run_workload(work, with_flex=not options.no_flex)
-        others = [row for row in rows if row["workload"] != work.name]
-        rows = in_order(others + on_this_gpu(measured, versions))
-        # Each time, so that a run that is cut off leaves what it measured.
-        write_records(options.out / _DATA, {"environment": versions, "rows": rows})
-        (options.out / _PAGE).write_text(markdown(rows, versions))
+        rows.add(*run_workload(work, with_flex=not options.no_flex))
 
 
 if __name__ == "__main__":

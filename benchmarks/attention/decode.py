@@ -10,11 +10,9 @@ for how times are taken. `--only NAME ...` chooses workloads by their names, in 
 `--small`, sizes are small enough to try it on a CPU.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,14 +20,9 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness import torch_side
-from benchmarks.harness.records import (
-    gpu_of,
-    kept_rows,
-    on_this_gpu,
-    renewed,
-    write_records,
-)
-from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.page import gpu_of, last_run_text, ranged, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import masks
@@ -234,7 +227,7 @@ def _row(cell: Cell, name: str, timing: Timing) -> dict[str, Any]:
     }
 
 
-def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
@@ -242,7 +235,8 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "# Attention over a cache",
         "",
-        f"{last_run_text(versions)} Written by `python -m benchmarks.decode`.",
+        f"{last_run_text(data['environment'])} Written by `python -m "
+        "benchmarks.decode`.",
         "",
         "Cells are (sequences, queries, query heads:key heads, head size), with the",
         "tokens that a cache has room for; of two head sizes one is that of values.",
@@ -250,44 +244,44 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "bytes are those of keys and values that have to be read at least. PyTorch",
         "reads full caches without lengths, and without causality for several queries.",
         "",
-        "| workload | GPU | contender | µs | ratio | GB/s |",
-        "| --- | --- | --- | ---: | --- | ---: |",
-    ]
-    lines += [
-        f"| {row['cell']} | {gpu_of(row)} | {row['contender']} "
-        f"| {row['median_us']:.1f} | "
-        f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f}) | "
-        f"{row['gigabytes_per_s']:.0f} |"
-        for row in rows
+        *table(
+            "workload | GPU | contender | >µs | ratio | >GB/s",
+            (
+                [
+                    *(row["cell"], gpu_of(row), row["contender"]),
+                    *(f"{row['median_us']:.1f}", ranged(row)),
+                    f"{row['gigabytes_per_s']:.0f}",
+                ]
+                for row in data["rows"]
+            ),
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Run all cells and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
-    rows: list[dict[str, Any]] = []
+    """Run the cells that are asked for, and write the report after each."""
+    made = parser(__doc__, out="docs/benchmarks")
+    made.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
+    made.add_argument("--small", action="store_true", help="sizes for a CPU")
+    options = made.parse_args()
     cells = SMALL if options.small else CELLS
     names = [cell.name for cell in cells]
     chosen = [x for x in cells if any(fnmatchcase(x.name, y) for y in options.only)]
     if not chosen:
-        parser.error(f"--only {options.only} names no workload; there are {names}")
-    file = options.out / "decode.json"
-    if len(chosen) < len(cells):
-        rows = kept_rows(file)
+        made.error(f"--only {options.only} names no workload; there are {names}")
+    rows = Table(
+        folder=options.out,
+        name="decode",
+        markdown=markdown,
+        keys=["cell"],
+        order=names,
+    )
+    if len(chosen) == len(cells):
+        rows.forget()
     for cell in chosen:
         print(cell.name, flush=True)
-        rows = renewed(rows, on_this_gpu(run_cell(cell), versions), ["cell"], names)
-        # Each time, so that a run that is cut off leaves what it measured.
-        data = {"environment": versions, "rows": rows}
-        write_records(file, data)
-        (options.out / "decode.md").write_text(markdown(rows, versions))
+        rows.add(*run_cell(cell))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ exact which a bias moves far from 0 (jax_cudnn/legalize/attention/far_rows.py), 
 writes sdpa_bias.json and sdpa_bias.md.
 """
 
-import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,8 +24,9 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness import torch_side
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import spread, table, versions_text
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import native
@@ -334,13 +333,13 @@ def _row(cell: str, name: str, timing: Timing, compiled: Any) -> dict[str, Any]:
     return row
 
 
-def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+def markdown(data: dict[str, Any]) -> str:
     """The report as a table."""
     lines = [
         "# Attention benchmarks",
         "",
         "Printed by `python -m benchmarks.sdpa`; do not edit. "
-        + versions_text(versions)
+        + versions_text(data["environment"])
         + ".",
         "",
         "Times are medians a call; the ratio is to `jax.nn` with cuDNN, taken round by "
@@ -349,26 +348,26 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "exact which a bias moves far from 0. Memory is what XLA allocates for "
         "temporaries and results.",
         "",
-        "| workload | contender | µs | ratio | range | memory (MB) |",
-        "| --- | --- | ---: | ---: | --- | ---: |",
+        *table(
+            "workload | contender | >µs | >ratio | range | >memory (MB)",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in rows:
-        peak = row["temporary_and_output_bytes"]
-        memory = "" if peak is None else f"{peak / 1e6:.1f}"
-        lines.append(
-            f"| {row['cell']} | {row['contender']} | {row['median_us']:.1f} "
-            f"| {row['ratio']:.3f} | {row['ratio_low']:.3f}-{row['ratio_high']:.3f} "
-            f"| {memory} |"
-        )
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    peak = row["temporary_and_output_bytes"]
+    memory = "" if peak is None else f"{peak / 1e6:.1f}"
+    times = f"{row['median_us']:.1f}", f"{row['ratio']:.3f}", spread(row, digits=3)
+    return [row["cell"], row["contender"], *times, memory]
 
 
 def main() -> None:
     """Run all cells and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--only", choices=["bias"], help="time these alone")
-    options = parser.parse_args()
+    made = parser(__doc__, out="docs/benchmarks")
+    made.add_argument("--only", choices=["bias"], help="time these alone")
+    options = made.parse_args()
     rows: list[dict[str, Any]] = []
     if options.only is None:
         rows += run_host()
@@ -380,12 +379,12 @@ def main() -> None:
         for s, d in BIAS_SIZES:
             for axes in BIASES:
                 rows += run_bias(s, d, axes)
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
-    data = {"environment": versions, "rows": rows}
-    name = "sdpa" if options.only is None else f"sdpa_{options.only}"
-    write_records(options.out / f"{name}.json", data)
-    (options.out / f"{name}.md").write_text(markdown(rows, versions))
+    Table(
+        folder=options.out,
+        name="sdpa" if options.only is None else f"sdpa_{options.only}",
+        markdown=markdown,
+        keeps="nothing",
+    ).add(*rows)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,9 @@ class Cell:
         """The workload in one line."""
         return f"{self.operation} {self.size}"
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def directions(self) -> tuple[str, ...]:
         """What of it is timed."""

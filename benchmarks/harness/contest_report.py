@@ -2,19 +2,18 @@
 """Runs cells of contest.py, and writes what they take and which goals they meet."""
 
 import argparse
+import functools
 import gc
-import re
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.harness import torch_side
+from benchmarks.harness import program, torch_side
 from benchmarks.harness.contest import (
     OURS,
     OWN_BOUNDS,
@@ -24,16 +23,8 @@ from benchmarks.harness.contest import (
     measure,
     reason,
 )
-from benchmarks.harness.records import (
-    add_part,
-    gpu_of,
-    kept_rows,
-    locked,
-    on_this_gpu,
-    part_of,
-    write_records,
-)
-from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.page import gpu_of, page, ranged, spread, table
+from benchmarks.harness.records import Table
 from benchmarks.harness.tokamax_side import tokamax
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import choices, plans
@@ -53,17 +44,13 @@ class Report:
     about: Sequence[str]
 
 
-def parser(about: str) -> argparse.ArgumentParser:
-    """Return the options that all scripts of this kind have."""
-    made = argparse.ArgumentParser(description=about.splitlines()[0])
-    made.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    made.add_argument("--only", default="", help="a regular expression of cells; the "
-                      "others in the file are kept")  # fmt: skip
-    add_part(made)
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """Return the options that all programs of this kind have."""
+    made = program.parser(about)
+    program.add_cases(made)
     made.add_argument("--list", action="store_true", help="print the cells' names")
     made.add_argument("--no-tuning", action="store_true")
     made.add_argument("--no-torch", action="store_true")
-    made.add_argument("--small", action="store_true", help="try the script on a CPU")
     return made
 
 
@@ -78,26 +65,29 @@ def run(
 
     Exits with an error if a contender of ours failed or was wrong.
     """
-    wanted = [cell for cell in cells if re.search(options.only, cell.name)]
-    wanted = part_of(wanted, options)
+    wanted = program.chosen(cells, options)
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
     settings = _settings(options, with_first=with_first)
     untuned = shipped()
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
+    rows_of_all = Table(
+        folder=options.out,
+        name=report.name,
+        markdown=functools.partial(markdown, report),
+        keys=("operation", "size"),
+        order=[(cell.operation, cell.size) for cell in cells],
+    )
     if len(wanted) == len(cells):
-        (options.out / f"{report.name}.json").unlink(missing_ok=True)
+        rows_of_all.forget()
     start = time.monotonic()
     failed: list[str] = []
     for cell in wanted:
         print(f"[{time.monotonic() - start:5.1f} s] {cell.name}", flush=True)
-        measured = on_this_gpu(_measured(cell, settings, untuned), versions)
+        measured = _measured(cell, settings, untuned)
         failed += [_failure(row) for row in measured if _is_our_failure(row)]
         _show(measured)
-        # Each time, so that a run that is cut off leaves what it measured.
-        _write(report, options.out, versions, measured, cells)
+        rows_of_all.add(*measured)
         gc.collect()
         if settings.with_torch:
             torch_side.forget_compiled()
@@ -149,39 +139,12 @@ def _failure(row: dict[str, Any]) -> str:
 
 def _show(rows: Rows) -> None:
     for row in rows:
-        told = row.get("failure") or f"{row['median_us']:10.1f} µs  {_ratio(row)}"
+        told = (
+            row.get("failure")
+            or f"{row['median_us']:10.1f} µs  {ranged(row, digits=3)}"
+        )
         print(f"  {row['what']:15s} {row['contender']:16s} {told}  {verdict(row)}")
     sys.stdout.flush()
-
-
-# --- rows of several runs -------------------------------------------------------------
-
-
-def _key(row: dict[str, Any]) -> tuple[str, str]:
-    return row.get("operation", ""), row.get("size", "")
-
-
-def _write(
-    report: Report,
-    folder: Path,
-    versions: dict[str, str],
-    measured: Rows,
-    cells: Sequence[Cell],
-) -> None:
-    """Replace the rows of a cell, in the order of the cells, and write the page.
-
-    The folder is locked, since other processes may do the same meanwhile.
-    """
-    file = folder / f"{report.name}.json"
-    order = [(cell.operation, cell.size) for cell in cells]
-    new = _key(measured[0])
-    with locked(folder):
-        known = [row for row in kept_rows(file) if _key(row) in order]
-        rows = [*(row for row in known if _key(row) != new), *measured]
-        rows.sort(key=lambda row: order.index(_key(row)))
-        data = {"environment": versions, "rows": rows}
-        write_records(file, data)
-        (folder / f"{report.name}.md").write_text(markdown(report, data))
 
 
 # --- the page -------------------------------------------------------------------------
@@ -199,15 +162,8 @@ def verdict(row: dict[str, Any]) -> str:
 
 def markdown(report: Report, data: dict[str, Any]) -> str:
     """Return the report as a page, a line a contender."""
+    rows = data["rows"]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        f"<!-- {report.comment} -->",
-        "",
-        f"# {report.title}",
-        "",
-        f"Printed by `{report.command}`; do not edit. "
-        f"{last_run_text(data['environment'])}",
-        "",
         *report.about,
         "",
         "All contenders of a workload and direction take turns in one run, over",
@@ -223,13 +179,21 @@ def markdown(report: Report, data: dict[str, Any]) -> str:
         f"rivals {RIVALS_BOUNDS[0]:g} and {RIVALS_BOUNDS[1]:g}.",
         "A goal is met if the ratio, rounded to two digits, is within it.",
         "",
-        *_summary(data["rows"]),
+        *_summary(rows),
         "",
-        "| workload | size | GPU | | contender | µs | ratio | range | error | goal |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | --- |",
-        *map(_line, data["rows"]),
+        *table(_COLUMNS, map(_cells, rows)),
     ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title=report.title,
+        comment=report.comment,
+        command=report.command,
+        names_gpus=True,
+    )
+
+
+_COLUMNS = "workload | size | GPU | | contender | >µs | >ratio | range | >error | goal"
 
 
 def _summary(rows: Rows) -> Iterator[str]:
@@ -257,19 +221,13 @@ def _short(row: dict[str, Any]) -> str:
     return "failed" if "failure" in row else f"{row['ratio']:.2f} > {row['goal']:.2f}"
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    low, high = row["ratio_low"], row["ratio_high"]
-    return f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
-
-
-def _line(row: dict[str, Any]) -> str:
+def _cells(row: dict[str, Any]) -> list[str]:
     facts = [row["operation"], row["size"], gpu_of(row)]
     facts += [row["what"], row["contender"]]
     if "failure" in row:
         told = row["failure"].replace("|", "/")
         facts += ["", "", f"failed: {told}", ""]
     else:
-        low, high = row["ratio_low"], row["ratio_high"]
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
-        facts += [f"{low:.3f}-{high:.3f}", f"{max(row['errors']):.1e}"]
-    return f"| {' | '.join([*facts, verdict(row)])} |"
+        facts += [spread(row, digits=3), f"{max(row['errors']):.1e}"]
+    return [*facts, verdict(row)]

@@ -11,6 +11,7 @@ workloads, and writes random_norms.json and .md. `--small` tries the script on a
 """
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -306,6 +307,9 @@ def _report(count: int | None) -> Report:
     )
 
 
+markdown = functools.partial(contest_report.markdown, _report(None))
+
+
 def _small(work: Workload) -> Workload:
     shape = tuple(min(size, 8) for size in work.shape)
     if len(shape) == 2:
@@ -318,7 +322,6 @@ def _small(work: Workload) -> Workload:
 
 def main() -> None:
     """Run the workloads and write the report."""
-    assert __doc__ is not None
     parser = contest_report.parser(__doc__)
     parser.add_argument("--random", type=int, metavar="N", help="draw N workloads")
     parser.add_argument("--no-first-plan", action="store_true")

@@ -20,28 +20,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.records import (
-    gpu_of,
-    kept_rows,
-    on_this_gpu,
-    renewed,
-    write_records,
-)
-from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.page import gpu_of, measured_by, page, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
+from benchmarks.harness.versions import environment
 from benchmarks.models.biased import biased, whole_unet
 from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import program
 from benchmarks.models.plain_kit import PlainKit
 from benchmarks.models.zoo import Model, Shape, Weights, models
 
-_DATA, _PAGE = "compile_times.json", "compile_times.md"
 _KITS = {"plain JAX": PlainKit, "jax_cudnn": CudnnKit}
 # The goal: at most this ratio to plain JAX, or so many seconds more.
 _RATIO, _MORE_S = 1.2, 2.0
@@ -157,34 +151,17 @@ def markdown(data: dict[str, Any]) -> str:
     ours = [row for row in data["rows"] if row["contender"] != next(iter(_KITS))]
     missed = [row["model"] for row in ours if not row["meets_goal"]]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- How long the training steps of models take to compile. -->",
-        "",
-        "# How long training steps take to compile",
-        "",
-        "Printed by `python -m benchmarks.compile_times --out "
-        "docs/internals/measured`; do not "
-        f"edit. {last_run_text(data['environment'])}",
-        "",
         "Each training step was traced, lowered and compiled once, untuned, in a",
         "process of its own with empty caches. The seconds are those of all three.",
         "cuDNN's plans are built where a step is lowered. Characters are those of the",
         "lowered program.",
         "",
-        "| model | batch | GPU | contender | seconds | ratio | trace | lower | compile "
-        "| characters |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *table(
+            "model | batch | GPU | contender | >seconds | >ratio | >trace | >lower "
+            "| >compile | >characters",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        start = f"| {row['model']} | {row['size']} | {gpu_of(row)} | {row['contender']}"
-        if "ended" in row:
-            lines.append(f"{start} | over {_LONGEST_S} | {row['ratio']:.2f} | | | | |")
-            continue
-        lines.append(
-            f"{start} | {row['total_s']:.1f} | {row['ratio']:.2f} "
-            f"| {row['trace_s']:.1f} | {row['lower_s']:.1f} | {row['compile_s']:.1f} "
-            f"| {row['characters']:,} |"
-        )
     goal = f"at most {_RATIO} of plain JAX's time or {_MORE_S:g} s more"
     verdict = f"missed by {', '.join(missed)}" if missed else "met"
     lines += ["", f"Goal, {goal}: {verdict}."]
@@ -192,42 +169,54 @@ def markdown(data: dict[str, Any]) -> str:
     every = [model.name for model in _models(small=False)]
     if missing := [name for name in every if name not in measured]:
         lines += ["", f"Not measured: {', '.join(missing)}."]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="How long training steps take to compile",
+        comment="How long the training steps of models take to compile.",
+        command=measured_by("compile_times"),
+        names_gpus=True,
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    named = [row["model"], row["size"], gpu_of(row), row["contender"]]
+    ratio = f"{row['ratio']:.2f}"
+    if "ended" in row:
+        return [*named, f"over {_LONGEST_S}", ratio, "", "", "", ""]
+    parts = (f"{row[name]:.1f}" for name in ("trace_s", "lower_s", "compile_s"))
+    return [*named, f"{row['total_s']:.1f}", ratio, *parts, f"{row['characters']:,}"]
 
 
 def main() -> None:
     """Compile the models and write the page, or do one as another process asks."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a folder for the page")
-    parser.add_argument("--only", default="", help="a regular expression of names")
-    parser.add_argument("--small", action="store_true", help="try the script on a CPU")
-    parser.add_argument("--work", metavar="MODEL", help=argparse.SUPPRESS)
-    parser.add_argument("--by", choices=list(_KITS), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--only", default="", help="a regular expression of names")
+    made.add_argument("--small", action="store_true", help="try the script on a CPU")
+    made.add_argument("--work", metavar="MODEL", help=argparse.SUPPRESS)
+    made.add_argument("--by", choices=list(_KITS), help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.work:
         print(json.dumps(work(options.work, options.by, small=options.small)))
         return
     # The processes need the GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     every = _models(small=options.small)
-    rows: list[dict[str, Any]] = []
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        rows = kept_rows(options.out / _DATA) if options.only else []
     cores = len(os.sched_getaffinity(0))  # XLA compiles on all that it may use.
-    versions = {**environment(), "CPU cores": str(cores)}
+    rows = Table(
+        folder=options.out,
+        name="compile_times",
+        markdown=markdown,
+        keys=["model"],
+        order=[model.name for model in every],
+        versions={**environment(), "CPU cores": str(cores)},
+    )
+    if not options.only:
+        rows.forget()
     for model in every:
-        if not re.search(options.only, model.name):
-            continue
-        print(model.name, flush=True)
-        measured = on_this_gpu(measure(model, small=options.small), versions)
-        rows = renewed(rows, measured, ["model"], [each.name for each in every])
-        if options.out is not None:
-            data = {"environment": versions, "rows": rows}
-            # Each time, so that a run that is cut off leaves what it measured.
-            write_records(options.out / _DATA, data)
-            (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
+        if re.search(options.only, model.name):
+            print(model.name, flush=True)
+            rows.add(*measure(model, small=options.small))
 
 
 if __name__ == "__main__":

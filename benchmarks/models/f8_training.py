@@ -10,10 +10,7 @@ GPT-2 small in bf16; on a CPU the tiny size in f32, whose losses mean the same.
 file has of the other is kept.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.harness.records import Row, write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import Row, measured_by, page, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 
 # The example's own modules, as it imports them itself.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -33,7 +31,6 @@ from language.settings import Settings
 from language.text import batch_of, read_corpus, validation_batches
 from language.training import Trainer
 
-_DATA, _PAGE = "f8_training.json", "f8_training.md"
 _SEEDS = 0, 1
 # The mean of the last losses counts, and is to be within this share of that without f8.
 _LAST, _GOAL = 100, 0.01
@@ -67,28 +64,22 @@ def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     rows = data["rows"]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Losses of a GPT trained with and without f8. -->",
-        "",
-        "# Training with and without f8",
-        "",
-        "Printed by `python -m benchmarks.f8_training --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         f"The model of examples/train_gpt.py ({data['size']}), {data['steps']} steps",
         f"in {data['dtype']}, from two seeds. In f8, all products of the blocks and of",
         "their gradients are, with the scales of their own largest numbers. Losses are",
         f"in nats per byte: the mean of the last {_LAST} steps, and on text held",
         "out.",
         "",
-        "| seed | | last steps | held out |",
-        "| ---: | --- | ---: | ---: |",
-    ]
-    lines += [
-        f"| {row['seed']} | {'f8' if row['f8'] else data['dtype']} | {row['last']:.4f} "
-        f"| {row['held out']:.4f} |"
-        for row in rows
+        *table(
+            ">seed | | >last steps | >held out",
+            (
+                [
+                    *(row["seed"], "f8" if row["f8"] else data["dtype"]),
+                    *(f"{row['last']:.4f}", f"{row['held out']:.4f}"),
+                ]
+                for row in rows
+            ),
+        ),
     ]
     for seed in _SEEDS:
         pair = {row["f8"]: row["last"] for row in rows if row["seed"] == seed}
@@ -103,45 +94,40 @@ def markdown(data: dict[str, Any]) -> str:
     if len(first) == len(_SEEDS):
         between = abs(first[0] / first[1] - 1)
         lines += ["", f"Two seeds without f8 differ by {between:.2%}."]
-    return "\n".join(lines) + "\n"
-
-
-def _kept(path: Path, run: dict[str, Any], seeds: Sequence[int]) -> list[Row]:
-    """Return an earlier run's rows of other seeds, if it was of the same kind."""
-    if not path.exists():
-        return []
-    data = json.loads(path.read_text(encoding="utf-8"))
-    is_same = all(data[name] == value for name, value in run.items())
-    return [row for row in data["rows"] if is_same and row["seed"] not in seeds]
+    return page(
+        data,
+        lines,
+        title="Training with and without f8",
+        comment="Losses of a GPT trained with and without f8.",
+        command=measured_by("f8_training"),
+    )
 
 
 def main() -> None:
     """Train all models and write the page."""
-    assert __doc__ is not None
     is_gpu = jax.default_backend() == "gpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--size", choices=SIZES, default="small" if is_gpu else "tiny")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, nargs="+", default=_SEEDS)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--size", choices=SIZES, default="small" if is_gpu else "tiny")
+    made.add_argument("--steps", type=int, default=1500)
+    made.add_argument("--seeds", type=int, nargs="+", default=_SEEDS)
+    options = made.parse_args()
     dtype = "bfloat16" if is_gpu else "float32"
     settings = replace(SIZES[options.size], steps=options.steps, dtype=dtype)
-    run = {
-        "environment": environment(),
-        "size": options.size,
-        "steps": options.steps,
-        "dtype": dtype,
-    }
-    rows = _kept(options.out / _DATA, run, options.seeds)
-    for seed in options.seeds:
-        for is_f8 in (False, True):
-            print(f"seed {seed}, {'f8' if is_f8 else dtype}", flush=True)
-            rows.append(train(replace(settings, seed=seed, f8=is_f8)))
-            data = {**run, "rows": sorted(rows, key=lambda r: (r["seed"], r["f8"]))}
-            write_records(options.out / _DATA, data)
-            (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
+    runs = [(seed, is_f8) for seed in options.seeds for is_f8 in (False, True)]
+    found = Table(
+        folder=options.out,
+        name="f8_training",
+        markdown=markdown,
+        keys=("seed", "f8"),
+        order=[(seed, is_f8) for seed in _SEEDS for is_f8 in (False, True)],
+        keeps="these versions",
+        about={"size": options.size, "steps": options.steps, "dtype": dtype},
+    )
+    if {*options.seeds} == {*_SEEDS}:
+        found.forget()
+    for seed, is_f8 in runs:
+        print(f"seed {seed}, {'f8' if is_f8 else dtype}", flush=True)
+        found.add(train(replace(settings, seed=seed, f8=is_f8)))
 
 
 if __name__ == "__main__":

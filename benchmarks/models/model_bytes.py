@@ -11,14 +11,13 @@ file in the folder has are kept. (A step that only updates caches in place would
 counted as if it wrote them whole.)
 """
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from benchmarks.harness.records import renewed, write_records
+from benchmarks.harness.page import measured_by, page, table
 from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.every import every
 from benchmarks.models.jax_steps import drawn, operations, program
@@ -28,7 +27,6 @@ from benchmarks.xla.xla_code import Compiler, Kernel, start
 
 # From NVIDIA's data sheet: bytes and dense bf16 operations a second.
 _RATE, _PEAK = 4.8e12, 989e12
-_DATA, _PAGE = "model_bytes.json", "model_bytes.md"
 _KITS = {"plain JAX, attention by XLA": PlainKit, "jax_cudnn": CudnnKit}
 
 
@@ -68,14 +66,8 @@ def _total(found: list[Kernel]) -> int:
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Written by benchmarks/models/model_bytes.py: bytes that models move. -->",
-        "",
-        "# What training steps move",
-        "",
-        f"Printed by `{data['command']}`; do not edit. The programs of",
-        f"[whole models](../../benchmarks/models.md), compiled for an "
-        f"{data['GPU']} with JAX {data['JAX']}. No time was measured here.",
+        "The training steps of [whole models](../../benchmarks/models.md), compiled",
+        "for that GPU. No time was measured here.",
         "",
         "A kernel reads each operand and writes each result once. `in calls` is what",
         "cuDNN's and cuBLAS's kernels move. XLA's own code moves the rest. The last",
@@ -83,36 +75,45 @@ def markdown(data: dict[str, Any]) -> str:
         f"{_PEAK / 1e12:g} TFLOP/s,",
         "the rates of NVIDIA's data sheet. A call with workspace moves more.",
         "",
-        "| model | batch | program | GB | in calls | kernels | bytes, ms "
-        "| operations, ms |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *table(
+            "model | batch | program | >GB | >in calls | >kernels | >bytes, ms "
+            "| >operations, ms",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        lines.append(
-            f"| {row['model']} | {row['size']} | {row['contender']} "
-            f"| {row['bytes'] / 1e9:.1f} | {row['bytes_in_calls'] / 1e9:.1f} "
-            f"| {row['kernels']} | {row['bytes'] / _RATE * 1e3:.2f} "
-            f"| {row['operations'] / _PEAK * 1e3:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="What training steps move",
+        comment="The bytes that the training steps of models move.",
+        command=measured_by("model_bytes"),
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    return [
+        *(row["model"], row["size"], row["contender"]),
+        *(f"{row[name] / 1e9:.1f}" for name in ("bytes", "bytes_in_calls")),
+        row["kernels"],
+        f"{row['bytes'] / _RATE * 1e3:.2f}",
+        f"{row['operations'] / _PEAK * 1e3:.2f}",
+    ]
 
 
 def main() -> None:
     """Compile the models and write the page, after each."""
-    options, compiler, data = start("model_bytes", __doc__)
-    file = options.out / _DATA
-    if file.exists():
-        data["rows"] = json.loads(file.read_text(encoding="utf-8"))["rows"]
     trained = [model for model in every() if model.trains]
-    order = [model.name for model in trained]
+    only, compiler, rows = start(
+        __doc__,
+        name="model_bytes",
+        markdown=markdown,
+        keys=["model"],
+        order=[model.name for model in trained],
+    )
     for model in trained:
-        if not re.search(options.only, model.name):
-            continue
-        print(model.name, flush=True)
-        found = list(measure(compiler, model))
-        data["rows"] = renewed(data["rows"], found, ["model"], order)
-        write_records(file, data)
-        (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
+        if re.search(only, model.name):
+            print(model.name, flush=True)
+            rows.add(*measure(compiler, model))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,20 @@ first plan, and of the best first plan of an engine. Operands are drawn by the t
 `--widths 768 4096 --rows 8192` measures these alone.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 import jax_cudnn
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import page, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from jax_cudnn import plans
 
-_DATA, _PAGE = "norm_plans.json", "norm_plans.md"
 _ROWS = (1024, 8192, 32768)
 # Those of a group are tuned together.
 _WIDTHS = (
@@ -114,48 +112,44 @@ def _row(choice: plans.Choice) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
+def markdown(data: dict[str, Any]) -> str:
     """Return the report as a table, a line a kernel."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- For which rows cuDNN's norms are faster than XLA's code. -->",
-        "",
-        "# Norms of rows, by width",
-        "",
-        "Printed by `python -m benchmarks.norm_plans`; do not edit. "
-        f"{versions_text(versions)}.",
-        "",
         "Microseconds as `plans.autotune` measured them, with the first plan of each",
         "engine. `first` is cuDNN's first plan of all. `best` is the fastest of them,",
         "whose engine is named.",
         "",
-        "| op | operands | XLA | first | first / XLA | best | engine |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *table(
+            "op | operands | >XLA | >first | >first / XLA | >best | >engine",
+            (
+                ["-" if value is None else value for value in row.values()]
+                for row in data["rows"]
+            ),
+        ),
     ]
-    for row in rows:
-        texts = ("-" if value is None else str(value) for value in row.values())
-        lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Norms of rows, by width",
+        comment="For which rows cuDNN's norms are faster than XLA's code.",
+        command="python -m benchmarks.norm_plans",
+    )
 
 
 def main() -> None:
-    """Measure all cells and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--small", action="store_true", help="few sizes")
-    parser.add_argument("--widths", type=int, nargs="+", help="of one group")
-    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
-    rows: list[dict[str, Any]] = []
+    """Measure all cells and write the report, after each group."""
+    made = parser(__doc__)
+    made.add_argument("--small", action="store_true", help="few sizes")
+    made.add_argument("--widths", type=int, nargs="+", help="of one group")
+    made.add_argument("--rows", type=int, nargs="+", default=_ROWS)
+    options = made.parse_args()
+    found = Table(
+        folder=options.out, name="norm_plans", markdown=markdown, keeps="nothing"
+    )
     groups = (options.widths,) if options.widths else _WIDTHS
     for widths in ((64, 96),) if options.small else groups:
-        rows += measure(cells(widths, (16, 32) if options.small else options.rows))
-        print(widths, len(rows), flush=True)
-        # Each time, so that a run that is cut off leaves what it measured.
-        write_records(options.out / _DATA, {"environment": versions, "rows": rows})
-        (options.out / _PAGE).write_text(markdown(rows, versions))
+        found.add(*measure(cells(widths, (16, 32) if options.small else options.rows)))
+        print(widths, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,15 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import table, versions_text
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from jax_cudnn import native, plans
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import is_anchor, to_json
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.policy import ranked
-
-_PAGE, _DATA = "plan_times.md", "plan_times.json"
 
 # Where a plan comes from. For the first two, the process starts without plans.
 COLD, DISK, PROCESS = "cold", "disk", "process"
@@ -218,20 +217,20 @@ def markdown(data: dict[str, Any]) -> str:
         "itself, after which one with half the rows or images is timed. Process: asked "
         "for again. Medians, in brackets the lowest and the highest of all samples.",
         "",
-        "| workload | plans | before | cold, ms | disk, ms | of cold | process, ms |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     missed: list[str] = []
+    rows: list[list[Any]] = []
     for name, workload in data["workloads"].items():
         for state, label in _STATES.items():
             samples = workload[state]
             ratio = _median(samples[DISK]) / _median(samples[COLD])
             if ratio >= _GOAL:
                 missed.append(f"{name} after {label} ({ratio:.1%})")
-            lines.append(
-                f"| {name} | {workload['plans']} | {label} | {_text(samples[COLD])} "
-                f"| {_text(samples[DISK])} | {ratio:.1%} | {_text(samples[PROCESS])} |"
-            )
+            cold, disk, process = (_text(samples[x]) for x in (COLD, DISK, PROCESS))
+            about = name, workload["plans"], label
+            rows.append([*about, cold, disk, f"{ratio:.1%}", process])
+    columns = "workload | >plans | before | >cold, ms | >disk, ms | >of cold "
+    lines += table(f"{columns} | >process, ms", rows)
     verdict = f"missed by {', '.join(missed)}" if missed else "met"
     lines += ["", f"Goal, disk below {_GOAL:.0%} of cold: {verdict}."]
     if data["failures"]:
@@ -256,27 +255,22 @@ def _text(samples: Sequence[float]) -> str:
 
 def main() -> None:
     """Take the samples and write the report, or take one as another process asks."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"),
-                        help="folder of the report")  # fmt: skip
-    parser.add_argument("--samples", type=int, default=5, help="at least 1")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--samples", type=int, default=5, help="at least 1")
+    made.add_argument("--work", help=argparse.SUPPRESS)
+    made.add_argument("--folder", help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.work:
         print(json.dumps(work(options.work.split(","), options.folder)))
         return
-    options.out.mkdir(parents=True, exist_ok=True)
+    found = Table(folder=options.out, name="plan_times", markdown=markdown)
     for data in measure(options.samples):
         data["run"] = {
             "command": f"python -m benchmarks.plan_times --samples {data['samples']}",
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "environment": environment(),
+            "environment": found.versions,
         }
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(data))
-    print((options.out / _PAGE).read_text())
+        found.write(data)
 
 
 if __name__ == "__main__":

@@ -9,31 +9,20 @@ writes profiles.json and profiles.md there. `--only REGEX` chooses workloads; th
 others that the file in the folder has are kept.
 """
 
-import argparse
-import collections
 import functools
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from benchmarks.attention import attention_cells, attention_features, decode
 from benchmarks.harness import contest, contest_report, torch_side
 from benchmarks.harness.contest import BOTH, FORWARD
-from benchmarks.harness.records import (
-    Row,
-    gpu_of,
-    kept_rows,
-    on_this_gpu,
-    renewed,
-    write_records,
-)
-from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.page import Row, gpu_of, measured_by, page, table
+from benchmarks.harness.profiler import CALLS, recorded, summary
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, watched
 from benchmarks.harness.torch_side import torch
 from benchmarks.layers import norms, operation_cells
@@ -41,11 +30,10 @@ from benchmarks.models import __main__ as models
 from benchmarks.models import zoo
 from benchmarks.products import fusion, fusion_cells
 
-_DATA, _PAGE = "profiles.json", "profiles.md"
-_CALLS = 5
-# So many kernels of a contender are kept, and so many named on the page.
-_KEPT, _NAMED = 40, 6
+# So many kernels are named on the page.
+_NAMED = 6
 _LONGEST_NAME = 72
+_COLUMNS = "GPU | | contender | >µs | >µs in kernels | >kernels | the longest, µs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,64 +43,6 @@ class Look:
     name: str
     run: Callable[[], object]
     directions: Sequence[str] = (FORWARD, BOTH)
-
-
-# --- the profiler ---------------------------------------------------------------------
-
-
-class Event(NamedTuple):
-    """What ran on the GPU: its name, and from when and for how many nanoseconds."""
-
-    name: str
-    duration: float
-    start: float = 0.0
-
-
-def recorded(
-    contender: Contender, count: int = _CALLS, device: str = "/device:GPU"
-) -> list[Event]:
-    """Return what calls of a contender run on GPUs whose names begin so."""
-    contender.wait(contender.call())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(count):
-                contender.wait(contender.call())
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        return list(events(file, device))
-
-
-def events(file: Path, device: str) -> Iterator[Event]:
-    """Yield what ran on GPUs whose names begin so, given the profiler's file."""
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        if not plane.name.startswith(device):
-            continue
-        for line in plane.lines:
-            # The others repeat these, by modules and operations of XLA.
-            if line.name.startswith("Stream"):
-                for each in line.events:
-                    yield Event(each.name, each.duration_ns, each.start_ns)
-
-
-def summary(found: Sequence[Event], count: int) -> Row:
-    """Return kernels of a workload that was computed so often, and the time of each."""
-    total: collections.Counter[str] = collections.Counter()
-    often: collections.Counter[str] = collections.Counter()
-    for event in found:
-        total[event.name] += event.duration
-        often[event.name] += 1
-    named = total.most_common(_KEPT)
-    return {
-        "kernels": round(len(found) / count, 2),
-        "kernels_us": round(sum(total.values()) / count / 1e3, 2),
-        "longest": [
-            {
-                "name": name,
-                "count": round(often[name] / count, 2),
-                "us": round(us / count / 1e3, 2),
-            }
-            for name, us in named
-        ],
-    }
 
 
 # --- workloads ------------------------------------------------------------------------
@@ -201,7 +131,7 @@ def rows_of(look: Look) -> list[Row]:
         for name, each in contenders.items():
             row = {"workload": look.name, "what": what, "contender": name}
             row["us"] = round(statistics.median(times[name]) / each.count, 2)
-            rows.append(row | summary(recorded(each), _CALLS * each.count))
+            rows.append(row | summary(recorded(each), CALLS * each.count))
 
     with watched(watch):
         look.run()
@@ -214,15 +144,6 @@ def rows_of(look: Look) -> list[Row]:
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- The kernels that contenders launch where a rival is ahead. -->",
-        "",
-        "# Profiles",
-        "",
-        "Printed by `python -m benchmarks.profiles --out "
-        "docs/internals/measured`; do not "
-        f"edit. {last_run_text(data['environment'])}",
-        "",
         "These are workloads of the other pages in which a rival was ahead. The first",
         "time is that of a call, as on those pages. The second is the sum of its",
         "kernels, as JAX's profiler recorded them in other calls right after. Copies",
@@ -231,19 +152,24 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
         lines += ["", f"## {workload}", ""]
-        lines += [
-            "| GPU | | contender | µs | µs in kernels | kernels | the longest, µs |"
-        ]
-        lines += ["| --- | --- | --- | ---: | ---: | ---: | --- |"]
-        for row in data["rows"]:
-            if row["workload"] == workload:
-                longest = "<br>".join(map(_told, row["longest"][:_NAMED]))
-                lines.append(
-                    f"| {gpu_of(row)} | {row['what']} | {row['contender']} "
-                    f"| {row['us']:.1f} "
-                    f"| {row['kernels_us']:.1f} | {row['kernels']:g} | {longest} |"
-                )
-    return "\n".join(lines) + "\n"
+        lines += table(
+            _COLUMNS,
+            (_cells(row) for row in data["rows"] if row["workload"] == workload),
+        )
+    return page(
+        data,
+        lines,
+        title="Profiles",
+        comment="The kernels that contenders launch where a rival is ahead.",
+        command=measured_by("profiles"),
+        names_gpus=True,
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    times = f"{row['us']:.1f}", f"{row['kernels_us']:.1f}", f"{row['kernels']:g}"
+    longest = "<br>".join(map(_told, row["longest"][:_NAMED]))
+    return [gpu_of(row), row["what"], row["contender"], *times, longest]
 
 
 def _told(kernel: Row) -> str:
@@ -255,27 +181,22 @@ def _told(kernel: Row) -> str:
 
 def main() -> None:
     """Look at the workloads and write the page, after each."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", default="", help="a regular expression of workloads")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / _DATA
+    made = parser(__doc__)
+    made.add_argument("--only", default="", help="a regular expression of workloads")
+    options = made.parse_args()
     found = list(looks())
-    order = [look.name for look in found]
-    rows = [row for row in kept_rows(file) if row["workload"] in order]
-    versions = environment()
+    rows = Table(
+        folder=options.out,
+        name="profiles",
+        markdown=markdown,
+        keys=["workload"],
+        order=[look.name for look in found],
+    )
     for look in found:
         if not re.search(options.only, look.name):
             continue
         print(look.name, flush=True)
-        measured = on_this_gpu(rows_of(look), versions)
-        rows = renewed(rows, measured, ["workload"], order)
-        # Each time, so that a run that is cut off leaves what it measured.
-        data = {"environment": versions, "rows": rows}
-        write_records(file, data)
-        (options.out / _PAGE).write_text(markdown(data))
+        rows.add(*rows_of(look))
         if torch is not None:
             torch_side.forget_compiled()
             torch_side.release_memory()

@@ -12,16 +12,15 @@ are the bounds by which "auto" leaves attention to XLA (jax_cudnn/data/policy).
 same GPU.
 """
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.records import others_of, write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import measured_by, page, spread, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from jax_cudnn import choices
 from jax_cudnn.calibration.calls import Call, drawn_call
 from jax_cudnn.policy.tables import tables_for
@@ -32,7 +31,6 @@ _LEFT = {
     for row in tables_for(None).about("attention").rows
     if "scores" in row.when
 }
-_DATA, _PAGE = "small_attention.json", "small_attention.md"
 # Calls from here on are others than those that `benchmarks.untuned` times.
 _FIRST = 110_000
 _MOST = 2**23
@@ -91,16 +89,8 @@ def _millions(scores: int) -> str:
 
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
+    timed = [row for row in data["rows"] if "ratio" in row]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Attention with few scores, by cuDNN and by XLA. -->",
-        "",
-        "# Small attention",
-        "",
-        "Printed by `python -m benchmarks.small_attention --out "
-        "docs/internals/measured`; do "
-        f"not edit. {versions_text(data['environment'])}.",
-        "",
         "Random attention in 16 bits, by cuDNN's first plan and by XLA's code. The",
         "ratio is cuDNN's time over XLA's: below 1, cuDNN is faster. Scores are those",
         "of all heads and sequences, and a million of them is 2^20. XLA runs attention",
@@ -109,60 +99,62 @@ def markdown(data: dict[str, Any]) -> str:
         f"{_millions(_LEFT[False])} million scores, and with gradients up to "
         f"{_millions(_LEFT[True])} million.",
         "",
-        "| | million scores | calls | ratio, mean | lowest | highest |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        *table(
+            " | million scores | >calls | >ratio, mean | >lowest | >highest",
+            _by_case(timed),
+        ),
+        "",
+        *table(
+            "call | >million scores | >XLA µs | >ratio | range",
+            (
+                [
+                    *(row["call"], f"{row['scores'] / 2**20:.2f}"),
+                    *(f"{row['xla_us']:.1f}", f"{row['ratio']:.2f}", spread(row)),
+                ]
+                for row in sorted(timed, key=lambda x: (not x["is_one"], x["scores"]))
+            ),
+        ),
     ]
-    timed = [row for row in data["rows"] if "ratio" in row]
-    for (has_gradients, one), title in _CASES.items():
-        bound = _LEFT[has_gradients]
+    return page(
+        data,
+        lines,
+        title="Small attention",
+        comment="Attention with few scores, by cuDNN and by XLA.",
+        command=measured_by("small_attention"),
+    )
+
+
+def _by_case(timed: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
+    """Yield a line for the calls up to a case's bound, and for those beyond it."""
+    for case, title in _CASES.items():
+        bound = _LEFT[case[0]]
         of_case = [
-            row
-            for row in timed
-            if (row["has_gradients"], row["is_one"]) == (has_gradients, one)
+            row for row in timed if (row["has_gradients"], row["is_one"]) == case
         ]
         for few in (True, False):
-            ratios = [
-                row["ratio"] for row in of_case if (row["scores"] <= bound) == few
-            ]
+            ratios = [x["ratio"] for x in of_case if (x["scores"] <= bound) == few]
             if ratios:
                 bounds = f"{'up to' if few else 'more than'} {_millions(bound)}"
-                mean = statistics.geometric_mean(ratios)
-                lines.append(
-                    f"| {title} | {bounds} | {len(ratios)} | {mean:.2f} "
-                    f"| {min(ratios):.2f} | {max(ratios):.2f} |"
-                )
-    lines += [
-        "",
-        "| call | million scores | XLA µs | ratio | range |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| {row['call']} | {row['scores'] / 2**20:.2f} | {row['xla_us']:.1f} "
-        f"| {row['ratio']:.2f} | {row['ratio_low']:.2f}-{row['ratio_high']:.2f} |"
-        for row in sorted(timed, key=lambda x: (not x["is_one"], x["scores"]))
-    ]
-    return "\n".join(lines) + "\n"
+                numbers = statistics.geometric_mean(ratios), min(ratios), max(ratios)
+                yield [title, bounds, len(ratios), *(f"{x:.2f}" for x in numbers)]
 
 
 def main() -> None:
     """Measure, and write what there is after every row."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--first", type=int, default=0, help="number of a call")
-    parser.add_argument("--count", type=int, default=12, help="of calls of each case")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--first", type=int, default=0, help="number of a call")
+    made.add_argument("--count", type=int, default=12, help="of calls of each case")
+    options = made.parse_args()
     choices.table().clear()  # those that are shipped, too
-    found = environment()
-    numbered = chosen(options.first, options.count)
-    numbers = [number for number, _ in numbered]
-    kept = others_of(options.out / _DATA, numbers, found["GPU"])
-    data: dict[str, Any] = {"environment": found, "rows": kept}
-    for row in rows_of(numbered):
-        data["rows"].append({"GPU": found["GPU"], **row})
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(data))
+    rows = Table(
+        folder=options.out,
+        name="small_attention",
+        markdown=markdown,
+        keeps="this GPU",
+        keys=["number"],
+    )
+    for row in rows_of(chosen(options.first, options.count)):
+        rows.add(row)
 
 
 if __name__ == "__main__":

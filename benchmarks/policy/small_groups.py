@@ -19,8 +19,8 @@ import numpy as np
 
 import jax_cudnn
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page, spread, table
+from benchmarks.harness.program import run_benchmark
 from jax_cudnn.config import Implementation
 
 _NAME = "small_groups"
@@ -97,38 +97,37 @@ def _measured(cases: Sequence[_Case]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _markdown(data: dict[str, Any]) -> str:
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    every = sorted(data["rows"], key=lambda row: (row["what"], row["work"]))
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Small grouped products, by cuBLASLt and by XLA. -->",
-        "",
-        "# Small grouped matmuls",
-        "",
-        "Printed by `python -m benchmarks.small_groups --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "Grouped matmuls in bf16 with random sizes of groups, by cuBLASLt and by",
         "XLA's code for `jax_cudnn.ragged_dot`. The ratio is cuBLASLt's time over",
         "XLA's. Work is the logarithm to base 2 of rows x contraction x columns.",
         "",
-        "| rows | matrices | work | | XLA µs | ratio | range |",
-        "| ---: | --- | ---: | --- | ---: | ---: | --- |",
+        *table(
+            ">rows | matrices | >work | | >XLA µs | >ratio | range",
+            (_cells(row) for row in every if "ratio" in row["times"]),
+        ),
     ]
-    for row in sorted(data["rows"], key=lambda row: (row["what"], row["work"])):
-        times = row["times"]
-        if "ratio" in times:
-            lines.append(
-                f"| {row['rows']} | {row['matrices']} | {math.log2(row['work']):.0f} "
-                f"| {row['what']} | {times['xla_us']:.1f} | {times['ratio']:.2f} "
-                f"| {times['ratio_low']:.2f}-{times['ratio_high']:.2f} |"
-            )
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Small grouped matmuls",
+        comment="Small grouped products, by cuBLASLt and by XLA.",
+        command=measured_by("small_groups"),
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    work, times = f"{math.log2(row['work']):.0f}", row["times"]
+    found = f"{times['xla_us']:.1f}", f"{times['ratio']:.2f}", spread(times)
+    return [row["rows"], row["matrices"], work, row["what"], *found]
 
 
 def main() -> None:
     """Measure, and write what there is after every row."""
-    run_benchmark(__doc__, _cases, _measured, _markdown, name=_NAME)
+    run_benchmark(__doc__, _cases, _measured, markdown, name=_NAME)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import drawn, program
 from benchmarks.models.zoo import models
@@ -94,15 +94,6 @@ def tune(name: str, budget: float) -> dict[str, Any]:
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- What tuning finds in how many seconds. -->",
-        "",
-        "# Tuning for some seconds",
-        "",
-        "Printed by `python -m benchmarks.tuning_budgets --out "
-        "docs/internals/measured`; do "
-        f"not edit. {versions_text(data['environment'])}.",
-        "",
         "`plans.autotune(step, ..., budget_s=seconds)` of whole training steps, as in",
         "[Whole models](../../benchmarks/models.md), each in a process of its own. "
         "The program's times",
@@ -111,23 +102,30 @@ def markdown(data: dict[str, Any]) -> str:
         "others in the last column, but for those that take it over three times as",
         "long.",
         "",
-        "| model | budget s | took s | left | ms | of untuned | of XLA |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *table(
+            "model | >budget s | >took s | >left | >ms | >of untuned | >of XLA",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        found, budget = row["found"], row["budget_s"]
-        if "told" in found:
-            cells = ["-", "-", found["told"], "-"]
-        else:
-            us = found["us"]
-            beside = (found["untuned_us"], found["xla_us"])
-            ratios = ("-" if each is None else f"{us / each:.3f}" for each in beside)
-            cells = [str(found["left"]), f"{us / 1e3:.2f}", *ratios]
-        told = "no limit" if budget is None else f"{budget:.0f}"
-        lines.append(
-            f"| {row['model']} | {told} | {found['seconds']} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Tuning for some seconds",
+        comment="What tuning finds in how many seconds.",
+        command=measured_by("tuning_budgets"),
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    found, budget = row["found"], row["budget_s"]
+    told = "no limit" if budget is None else f"{budget:.0f}"
+    if "told" in found:
+        return [row["model"], told, found["seconds"], "-", "-", found["told"], "-"]
+    us = found["us"]
+    beside = (found["untuned_us"], found["xla_us"])
+    ratios = ("-" if each is None else f"{us / each:.3f}" for each in beside)
+    times = found["left"], f"{us / 1e3:.2f}", *ratios
+    return [row["model"], told, found["seconds"], *times]
 
 
 def main() -> None:

@@ -16,21 +16,20 @@ others is kept, if it is of the same GPU. What "auto" goes by was measured with 
 calls (jax-cudnn calibrate).
 """
 
-import argparse
 import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.records import others_of, write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import measured_by, page, spread, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from jax_cudnn import choices, plans
 from jax_cudnn.calibration.calls import (
     Call,
@@ -46,19 +45,15 @@ class _Calls:
     """Whole calls: how they are drawn, and the files about them, by their name."""
 
     drawn: Callable[[int], Call]
-    option: str
+    command: str
     file: str
     heading: str
     told: str
 
-    @property
-    def data(self) -> str:
-        return f"{self.file}.json"
-
 
 _EVERY = _Calls(
     drawn=drawn_call,
-    option="",
+    command="untuned",
     file="untuned",
     heading="Without tuning",
     told="calls of the sizes that models have (products, convolutions, norms, "
@@ -66,7 +61,7 @@ _EVERY = _Calls(
 )
 _IN_GROUPS = _Calls(
     drawn=drawn_conv_in_groups,
-    option=" --in-groups",
+    command="untuned --in-groups",
     file="untuned_in_groups",
     heading="Convolutions in groups without tuning",
     told="convolutions in groups of the sizes that models have, two of three depthwise",
@@ -106,8 +101,9 @@ def check(
         }
 
 
-def markdown(data: dict[str, Any], of: _Calls) -> str:
+def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
+    of = _IN_GROUPS if data["calls"] == _IN_GROUPS.file else _EVERY
     every = [row for row in data["rows"] if "ratio" in row]
     same = [row["ratio"] for row in every if row["is_same"]]
     rows = [row for row in every if not row["is_same"]]
@@ -116,15 +112,6 @@ def markdown(data: dict[str, Any], of: _Calls) -> str:
     not_timed = len(data["rows"]) - len(every)
     left = len(data.get("left", ()))
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        '<!-- Random calls with "auto" and no tuning, beside XLA. -->',
-        "",
-        f"# {of.heading}",
-        "",
-        f"Printed by `python -m benchmarks.untuned{of.option} --out "
-        "docs/internals/measured`; "
-        f"do not edit. {versions_text(data['environment'])}.",
-        "",
         f"{len(data['rows'])} random {of.told},",
         'half of them with all gradients, as they run with `implementation="auto"` and',
         "no choice of the tuner. The ratio is to XLA's code in the same run: below 1",
@@ -137,76 +124,73 @@ def markdown(data: dict[str, Any], of: _Calls) -> str:
         "",
         f"- cuDNN runs all or part of {len(rows)}. Of these, {len(over)} are more than "
         f"{LOSS - 1:.0%} slower than XLA.",
-        f"  The median ratio is {np.median(ratios):.2f}, the geometric mean "
-        f"{np.exp(np.log(ratios).mean()):.2f}, the largest {ratios.max():.2f};",
+        *(
+            [
+                f"  The median ratio is {np.median(ratios):.2f}, the geometric mean "
+                f"{np.exp(np.log(ratios).mean()):.2f}, the largest {ratios.max():.2f};"
+            ]
+            if rows
+            else []
+        ),
         f"- XLA runs all of {len(same)}, with the same program as without jax_cudnn. "
         "Compiled twice, it",
         "  may choose other kernels: they took "
         f"{min(same, default=1):.2f} to {max(same, default=1):.2f} of their own time;",
         f"- {not_timed} could not be timed, as XLA has no memory for them.",
         "",
-        "| more than 5 % slower | runs on | XLA µs | ratio | range |",
-        "| --- | --- | ---: | ---: | --- |",
+        *table(
+            "more than 5 % slower | runs on | >XLA µs | >ratio | range",
+            (
+                [
+                    *(row["call"], row["runs on"], f"{row['xla_us']:.1f}"),
+                    *(f"{row['ratio']:.2f}", spread(row)),
+                ]
+                for row in over
+            ),
+        ),
     ]
-    lines += [
-        f"| {row['call']} | {row['runs on']} | {row['xla_us']:.1f} "
-        f"| {row['ratio']:.2f} | {row['ratio_low']:.2f}-{row['ratio_high']:.2f} |"
-        for row in over
-    ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title=of.heading,
+        comment='Random calls with "auto" and no tuning, beside XLA.',
+        command=measured_by(of.command),
+    )
 
 
 def main() -> None:
     """Measure, and write what there is after every row."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--count", type=int, default=200, help="of random calls")
-    parser.add_argument("--first", type=int, default=0, help="number of a call")
-    parser.add_argument("--every", type=int, default=1, help="one of so many calls")
-    parser.add_argument("--only", default="", help="a regular expression")
-    parser.add_argument(
-        "--in-groups", action="store_true", help="convolutions in groups"
-    )
-    parser.add_argument("--left", action="store_true", help="what the file leaves out")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--count", type=int, default=200, help="of random calls")
+    made.add_argument("--first", type=int, default=0, help="number of a call")
+    made.add_argument("--every", type=int, default=1, help="one of so many calls")
+    made.add_argument("--only", default="", help="a regular expression")
+    made.add_argument("--in-groups", action="store_true", help="convolutions in groups")
+    made.add_argument("--left", action="store_true", help="what the file leaves out")
+    options = made.parse_args()
     choices.table().clear()  # those that are shipped, too
-    wanted = re.compile(options.only)
-    numbers = range(options.first, options.first + options.count, options.every)
     of = _IN_GROUPS if options.in_groups else _EVERY
-    left = sorted(_left(options.out / of.data))
-    shifted = left if options.left else [_FIRST + number for number in numbers]
-    chosen = [each for each in shifted if wanted.search(of.drawn(each).title)]
-    _write_calls(chosen, options.out, of)
-
-
-def _write_calls(numbers: Sequence[int], folder: Path, of: _Calls) -> None:
-    found, file = environment(), folder / of.data
-    data: dict[str, Any] = {
-        "environment": found,
-        "rows": others_of(file, numbers, found["GPU"]),
-    }
-    left = _left(file)
-    for row in check(numbers, of.drawn):
-        _add(data, row)
-        data["rows"].sort(key=lambda row: row["number"])
-        left.discard(row["number"])
-        data["left"] = sorted(left)
-        write_records(file, data)
-        if any("ratio" in each and not each["is_same"] for each in data["rows"]):
-            file.with_suffix(".md").write_text(markdown(data, of))
-
-
-def _left(file: Path) -> set[int]:
-    """Return calls that a file leaves out, since rules changed after their times."""
-    return set(json.loads(file.read_text()).get("left", ())) if file.exists() else set()
-
-
-def _add(data: dict[str, Any], row: dict[str, Any]) -> None:
-    data["rows"].append(row)
-    if len(data["rows"]) % 16 == 0:
-        print(f"{len(data['rows'])} rows", flush=True)
+    about: dict[str, Any] = {"calls": of.file, "left": []}
+    rows = Table(
+        folder=options.out,
+        name=of.file,
+        markdown=markdown,
+        keeps="this GPU",
+        keys=["number"],
+        about=about,
+    )
+    # Calls that the file leaves out, since rules changed after their times.
+    left: list[int] = []
+    if rows.file.exists():
+        left = json.loads(rows.file.read_text()).get("left", [])
+    numbers = range(options.first, options.first + options.count, options.every)
+    shifted = sorted(left) if options.left else [_FIRST + x for x in numbers]
+    chosen = [x for x in shifted if re.search(options.only, of.drawn(x).title)]
+    for count, row in enumerate(check(chosen, of.drawn), 1):
+        about["left"] = sorted({*left} - {*chosen[:count]})
+        rows.add(row)
+        if count % 16 == 0:
+            print(f"{count} rows", flush=True)
 
 
 if __name__ == "__main__":

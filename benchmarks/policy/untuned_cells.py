@@ -9,26 +9,22 @@ user of JAX writes it, and writes untuned_cells.json and untuned_cells.md there.
 the file has of others that were timed on the same GPU.
 """
 
-import argparse
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.records import kept_rows, on_this_gpu, renewed, write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import measured_by, page, spread, table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.products.fusion import WRAPPERS, abstract_operands, directions_of
 from benchmarks.products.fusion_cells import CELLS, Cell, Function
 from jax_cudnn import choices, plans
 from jax_cudnn.config import Implementation
 from jax_cudnn.policy.nearest import LOSS
 
-_DATA, _PAGE = "untuned_cells.json", "untuned_cells.md"
 _FORM = "XLA's form"
 
 
@@ -88,15 +84,6 @@ def markdown(data: dict[str, Any]) -> str:
     timed = {row["cell"] for row in rows}
     missing = [cell.key for cell in CELLS if cell.key not in timed]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        '<!-- The cells of fusion.md with "auto" and no tuning, beside XLA. -->',
-        "",
-        "# Cells without tuning",
-        "",
-        "Printed by `python -m benchmarks.untuned_cells --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "The convolutions and products of [fusion.md](../../benchmarks/fusion.md) "
         "as they run with",
         '`implementation="auto"`, no choice of the tuner, and the',
@@ -106,21 +93,35 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         f"{len(CELLS) - len(missing)} of {len(CELLS)} cells were timed. Of {len(rows)} "
         f"rows, {over} are more than {LOSS - 1:.0%} slower than XLA.",
-        f"The geometric mean is {np.exp(np.log(ratios).mean()):.2f}, the largest "
-        f"{ratios.max():.2f}.",
+        *(
+            [
+                f"The geometric mean is {np.exp(np.log(ratios).mean()):.2f}, the "
+                f"largest {ratios.max():.2f}."
+            ]
+            if rows
+            else []
+        ),
         "",
-        "| cell | | runs on | XLA µs | ratio | range |",
-        "| --- | --- | --- | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| {row['cell']} | {_direction(row, rows)} | {row['runs on']} "
-        f"| {row['xla_us']:.1f} | {row['ratio']:.2f} "
-        f"| {row['ratio_low']:.2f}-{row['ratio_high']:.2f} |"
-        for row in rows
+        *table(
+            "cell | | runs on | >XLA µs | >ratio | range",
+            (
+                [
+                    *(row["cell"], _direction(row, rows), row["runs on"]),
+                    *(f"{row['xla_us']:.1f}", f"{row['ratio']:.2f}", spread(row)),
+                ]
+                for row in rows
+            ),
+        ),
     ]
     if missing:
         lines += ["", "Not timed:", "", *(f"- {key}" for key in missing)]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Cells without tuning",
+        comment='The cells of fusion.md with "auto" and no tuning, beside XLA.',
+        command=measured_by("untuned_cells"),
+    )
 
 
 def _direction(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -129,41 +130,23 @@ def _direction(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     return f"{row['direction']}, {row[_FORM]}" if len(forms) > 1 else row["direction"]
 
 
-def _written(folder: Path, cells: Sequence[Cell]) -> None:
-    found = environment()
-    data: dict[str, Any] = {"environment": found, "rows": []}
-    order = [cell.key for cell in (*CELLS, *cells)]
-    kept = [
-        row
-        for row in kept_rows(folder / _DATA)
-        if row["GPU"] == found["GPU"] and row["cell"] in order
-    ]
-    measured: list[dict[str, Any]] = []
-    for row in check(cells):
-        measured.append(row)
-        data["rows"] = renewed(
-            kept,
-            on_this_gpu(measured, found),
-            ("cell", "direction", _FORM),
-            order,
-        )
-        write_records(folder / _DATA, data)
-        if any("ratio" in each for each in data["rows"]):
-            (folder / _PAGE).write_text(markdown(data))
+def _measured(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+    choices.table().clear()  # those that are shipped, too
+    yield from check(cells)
 
 
 def main() -> None:
     """Measure, and write what there is after every row."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", default="", help="a regular expression")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    choices.table().clear()  # those that are shipped, too
-    cells = [cell for cell in CELLS if re.search(options.only, cell.key)]
-    _written(options.out, [x.tiny() for x in cells] if options.tiny else cells)
+    run_benchmark(
+        __doc__,
+        lambda *, small: [cell.tiny() for cell in CELLS] if small else CELLS,
+        _measured,
+        markdown,
+        name="untuned_cells",
+        keeps="this GPU",
+        keys=("cell", "direction", _FORM),
+        order=[x.key for cell in CELLS for x in (cell, cell.tiny())],
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, compare
 
 _NAME = "causal_conv1d"
@@ -194,36 +194,30 @@ def _check(
 
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
-    names = list(data["rows"][0]["us"])
+    columns = ["batch, steps, channels | >taps | dtype | layout | "]
+    columns += [f">{name}, µs" for name in data["rows"][0]["us"]]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Causal convolutions by cuDNN's function, by XLA and as convolutions. -->",
-        "",
-        "# Causal convolutions",
-        "",
-        "Printed by `python -m benchmarks.causal_conv1d --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "Times of `jax_cudnn.causal_conv1d` with bias and silu, by cuDNN's function",
         "and by XLA, of the same as a depthwise `jax_cudnn.conv`, and in plain JAX: by",
         "`jax.lax.conv_general_dilated` and as a sum of shifted products. In",
         "parentheses is the time over the least: that of two arrays of x's size",
         "forward, and of five with all gradients, at 3.0 TB/s.",
         "",
-        "| batch, steps, channels | taps | dtype | layout | | "
-        + " | ".join(f"{name}, µs" for name in names)
-        + " |",
-        "| --- | ---: | --- | --- | --- | " + "---: | " * len(names),
+        *table(" | ".join(columns), map(_cells, data["rows"])),
     ]
-    for row in data["rows"]:
-        cells = (f"{row['us'][x]} ({row['of the least'][x]})" for x in names)
-        sizes = f"{row['batch']}, {row['steps']}, {row['channels']}"
-        lines.append(
-            f"| {sizes} | {row['taps']} | {row['dtype']} | {row['layout']} | "
-            f"{row['what']} | " + " | ".join(cells) + " |"
-        )
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Causal convolutions",
+        comment="Causal convolutions by cuDNN's function, by XLA and as convolutions.",
+        command=measured_by(_NAME),
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    sizes = f"{row['batch']}, {row['steps']}, {row['channels']}"
+    times = (f"{us} ({row['of the least'][name]})" for name, us in row["us"].items())
+    return [sizes, row["taps"], row["dtype"], row["layout"], row["what"], *times]
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.program import run_benchmark
 from benchmarks.products.conv_ways import (
     Cell,
     is_like,
@@ -131,26 +131,23 @@ def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     rows = data["rows"]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Convolutions in groups, as they are and with merged groups. -->",
-        "",
-        "# Convolutions in groups",
-        "",
-        "Printed by `python -m benchmarks.conv_groups --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "cuDNN has fast engines for groups of 8, 16, 32, 64 and 128 channels, as many",
         "in as out. Channels of others are padded to such a number, or groups are",
         "merged into larger ones, or into one, of filters with zeros in between.",
         "Gradients with respect to images in steps of 1 are written as convolutions",
         "with flipped filters, those of padded groups too. Which way comes first is",
-        "said in [Memory and performance](../performance.md#shapes). Groups of one",
+        "said in [Memory and performance](../../performance.md#shapes). Groups of one",
         "channel have [a table of their own](depthwise.md).",
         "",
         *tables_beside_xla(rows, _WAYS, *_of_first_ways(rows), ""),
     ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Convolutions in groups",
+        comment="Convolutions in groups, as they are and with merged groups.",
+        command=measured_by("conv_groups"),
+    )
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.first_plans import first_plans
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, alternate
 from jax_cudnn import native
 from jax_cudnn.calibration.measuring import by_cudnn, by_xla
@@ -344,15 +344,6 @@ def _rewritten_and_not(times: Times) -> tuple[float | None, float | None]:
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Convolutions of few channels, as they are and rewritten. -->",
-        "",
-        "# Convolutions of few channels",
-        "",
-        "Printed by `python -m benchmarks.conv_ways --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "cuDNN's kernels load 8 channels or more at once. Where x has fewer, it is",
         "written with more: what lies within a step, or what windows read along the",
         "last axis, becomes channels. For gradients of filters it is all that windows",
@@ -364,7 +355,13 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         *table(data["rows"], _WAYS, _rewritten_and_not),
     ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Convolutions of few channels",
+        comment="Convolutions of few channels, as they are and rewritten.",
+        command=measured_by("conv_ways"),
+    )
 
 
 def main() -> None:

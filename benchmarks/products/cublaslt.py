@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.call_times import timed
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.program import run_benchmark
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import partition
@@ -297,15 +297,6 @@ def _row(case: _Case, programs: dict[str, Callable[..., Any]]) -> dict[str, Any]
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Products with cuBLASLt's epilogues, and f8 products. -->",
-        "",
-        "# Products by cuBLASLt",
-        "",
-        "Printed by `python -m benchmarks.cublaslt --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         'Microseconds of bf16 and f8 products. "auto" is what runs untuned, "cudnn"',
         'the first of cuDNN\'s own plans, "xla" code without jax_cudnn.',
         '"fastest" is the fastest of all that cuBLASLt lists, as the tuner finds it.',
@@ -327,7 +318,13 @@ def markdown(data: dict[str, Any]) -> str:
             f"{found['floor']:.2f}",
         ]
         lines.append(f"| {row['case']} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Products by cuBLASLt",
+        comment="Products with cuBLASLt's epilogues, and f8 products.",
+        command=measured_by("cublaslt"),
+    )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ the kernel. It writes depthwise.json and depthwise.md there.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.program import run_benchmark
 from benchmarks.products.conv_ways import (
     Cell,
     is_like,
@@ -105,15 +105,6 @@ def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     rows = data["rows"]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Depthwise convolutions in several ways, by cuDNN and by XLA. -->",
-        "",
-        "# Depthwise convolutions",
-        "",
-        "Printed by `python -m benchmarks.depthwise --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "In a depthwise convolution, each channel has filters of its own. cuDNN has",
         "engines for some of them. It runs others with groups that are merged into",
         "larger ones, of filters with zeros in between. Some gradients are rewritten:",
@@ -121,11 +112,17 @@ def markdown(data: dict[str, Any]) -> str:
         "of filters as gradients of wider ones, of which a part is kept. What follows",
         f"is computed by XLA, and in a way that is {_FUSED} by the same kernel. Which",
         'of these ways "auto" takes is said in',
-        "[Memory and performance](../performance.md#shapes).",
+        "[Memory and performance](../../performance.md#shapes).",
         "",
         *tables_beside_xla(rows, [*_WAYS, *_fused_ways(rows)]),
     ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Depthwise convolutions",
+        comment="Depthwise convolutions in several ways, by cuDNN and by XLA.",
+        command=measured_by("depthwise"),
+    )
 
 
 def main() -> None:

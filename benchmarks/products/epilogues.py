@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.first_plans import fastest_us, first_plans
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.program import run_benchmark
 from jax_cudnn.graph import Graph, Target, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import partition
@@ -166,15 +166,6 @@ def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Activations within cuDNN's products and convolutions. -->",
-        "",
-        "# Activations within a kernel",
-        "",
-        "Printed by `python -m benchmarks.epilogues --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "Microseconds of bf16 kernels by the fastest of cuDNN's first "
         f"{_PLANS} plans: with",
         "cuDNN's own node for the activation, and with the nodes that jax_cudnn writes",
@@ -188,16 +179,25 @@ def markdown(data: dict[str, Any]) -> str:
             "",
             f"**{title}**",
             "",
-            "| | cuDNN's node | written as others | over none |",
-            "| --- | ---: | ---: | ---: |",
+            *table(
+                " | >cuDNN's node | >written as others | >over none",
+                (_cells(row, first) for row in rows),
+            ),
         ]
-        for row in rows:
-            times = row["us"]["node"], row["us"].get("written")
-            shown = ["-" if us is None else f"{us:.1f}" for us in times]
-            runs = times[-1] or times[0]
-            over = "-" if runs is None else f"{runs / first:.2f}"
-            lines.append(f"| {' | '.join([row['mode'], *shown, over])} |")
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Activations within a kernel",
+        comment="Activations within cuDNN's products and convolutions.",
+        command=measured_by("epilogues"),
+    )
+
+
+def _cells(row: dict[str, Any], first: float) -> list[str]:
+    times = row["us"]["node"], row["us"].get("written")
+    shown = ["-" if us is None else f"{us:.1f}" for us in times]
+    runs = times[-1] or times[0]
+    return [row["mode"], *shown, "-" if runs is None else f"{runs / first:.2f}"]
 
 
 def main() -> None:

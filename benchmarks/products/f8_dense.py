@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.call_times import timed
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.program import run_benchmark
 from jax_cudnn import f8
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
@@ -170,15 +170,6 @@ def _drawn(types: Sequence[Any]) -> list[list[jax.Array]]:
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Layers in f8 beside bf16. -->",
-        "",
-        "# Layers in f8",
-        "",
-        "Printed by `python -m benchmarks.f8_dense --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         "Microseconds of layers of a transformer's block, forward and with the",
         'gradients by input and weights. "bf16" is plain JAX. The products alone are',
         "of operands that are ready: those in f8 lie as the kernels read them.",
@@ -202,7 +193,13 @@ def markdown(data: dict[str, Any]) -> str:
             f"f8 products alone, and are {total['bf16'] / total['delayed']:.2f} times "
             "as fast as in bf16.",
         ]
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Layers in f8",
+        comment="Layers in f8 beside bf16.",
+        command=measured_by("f8_dense"),
+    )
 
 
 def _line(name: str, us: dict[str, float]) -> str:

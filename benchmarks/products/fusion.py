@@ -34,13 +34,22 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import torch_side
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, compare
 from benchmarks.harness.torch_side import torch
+from benchmarks.harness.versions import environment
 from benchmarks.products import fusion_report
 from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function, Operand
-from benchmarks.products.fusion_report import BOTH, FORWARD, TORCH, TUNED, UNTUNED, XLA
+from benchmarks.products.fusion_report import (
+    BOTH,
+    FORWARD,
+    TORCH,
+    TUNED,
+    UNTUNED,
+    XLA,
+    markdown,
+)
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.lowering.devices import local_target
@@ -489,9 +498,7 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
 
 def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Write the report, and the tuned choices where asked for."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_records(options.out / "fusion.json", data)
-    (options.out / "fusion.md").write_text(fusion_report.markdown(data))
+    Table(folder=options.out, name="fusion", markdown=markdown).write(data)
     if options.tune_out is not None:
         options.tune_out.parent.mkdir(parents=True, exist_ok=True)
         choices.write(options.tune_out, tuned_choices(data), _made(data))
@@ -516,23 +523,20 @@ def _made(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run cells, or merge the reports of several runs."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"),
-                        help="folder of the report")  # fmt: skip
-    parser.add_argument("--tune-out", type=Path, help="the choices file to write")
-    parser.add_argument("--group", choices=GROUPS, action="append", default=[])
-    parser.add_argument("--cells", default="", help="regex on 'group: name'")
-    parser.add_argument("--skip", type=Path, nargs="*", default=[], metavar="JSON",
+    made = parser(__doc__)
+    made.add_argument("--tune-out", type=Path, help="the choices file to write")
+    made.add_argument("--group", choices=GROUPS, action="append", default=[])
+    made.add_argument("--cells", default="", help="regex on 'group: name'")
+    made.add_argument("--skip", type=Path, nargs="*", default=[], metavar="JSON",
                         help="reports whose cells are not to be run again")  # fmt: skip
-    parser.add_argument("--budget-s", type=float, default=math.inf,
+    made.add_argument("--budget-s", type=float, default=math.inf,
                         help="start no cell after so many seconds")  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="print the cells' names")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--torch", action="store_true", help="PyTorch with --tiny too")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
-    options = parser.parse_args()
+    made.add_argument("--list", action="store_true", help="print the cells' names")
+    made.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
+    made.add_argument("--torch", action="store_true", help="PyTorch with --tiny too")
+    made.add_argument("--no-torch", action="store_true")
+    made.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
+    options = made.parse_args()
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
     if options.list:
         print("\n".join(cell.key for cell in selected(options)))
@@ -542,7 +546,7 @@ def main() -> None:
         write(options, data)
     else:
         data = run(options)
-    print(fusion_report.markdown(data))
+    print(markdown(data))
     if data["failures"]:
         sys.exit(f"failed: {[failure['cell'] for failure in data['failures']]}")
 

@@ -104,6 +104,9 @@ class Cell(abc.ABC):
         """The workload by a name of its own."""
         return f"{self.group}: {self.name}"
 
+    def __str__(self) -> str:
+        return self.key
+
     def bytes(self, *, gradients: bool) -> int:
         """Memory traffic that no implementation can do without.
 

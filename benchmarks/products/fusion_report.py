@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.report import versions_text
+from benchmarks.harness.page import versions_text
 from benchmarks.products.fusion_cells import GOALS, GROUPS
 
 FORWARD, BOTH = "fwd", "fwd+bwd"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times what may be fused into cuDNN's kernels, for docs/internals/design.md.
 
-    python -m benchmarks.where_to_fuse [--out docs/internals/measured]
+    python -m benchmarks.where_to_fuse --out docs/internals/measured
 
 The gradient of a bf16 matmul with bias and activation is taken apart: the activation's
 gradient with the bias sum, in XLA and as one cuDNN graph; and that of an operand from
@@ -10,15 +10,16 @@ own code for a fused convolution, with f32 sums and with rounded ones, and 8-bit
 with few and with many rows: by XLA, by the first of cuDNN's plans, and by the best.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from jax_cudnn import choices, conv, gated_matmul, matmul, native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
@@ -246,29 +247,29 @@ def _measure_weights() -> Iterator[tuple[str, float]]:
         yield f"{name}: cuDNN, best plan", tuned.cudnn_us
 
 
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = [
+        f"The matmul is bf16 ({_ROWS}, {_SUMS}) x ({_SUMS}, {_COLUMNS}).",
+        "",
+        *table("what | >µs", ([x["what"], f"{x['us']:.0f}"] for x in data["rows"])),
+    ]
+    return page(
+        data,
+        lines,
+        title="What belongs into cuDNN's kernels",
+        comment="Times of what may be fused into cuDNN's kernels.",
+        command=measured_by("where_to_fuse"),
+    )
+
+
 def main() -> None:
     """Measure, print, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for where_to_fuse.md")
-    arguments = parser.parse_args()
-    rows = measure()
-    lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Written by python -m benchmarks.where_to_fuse --out "
-        "docs/internals/measured -->",
-        "# What belongs into cuDNN's kernels",
-        "",
-        f"{versions_text(environment())}. The matmul is bf16 ({_ROWS}, {_SUMS}) x "
-        f"({_SUMS}, {_COLUMNS}).",
-        "",
-        "| what | µs |",
-        "| --- | ---: |",
-        *(f"| {what} | {time:.0f} |" for what, time in rows),
-        "",
-    ]
-    print("\n".join(lines))
-    if arguments.out is not None:
-        (arguments.out / "where_to_fuse.md").write_text("\n".join(lines))
+    options = parser(__doc__).parse_args()
+    rows = [{"what": what, "us": round(us, 2)} for what, us in measure()]
+    Table(
+        folder=options.out, name="where_to_fuse", markdown=markdown, keeps="nothing"
+    ).add(*rows)
 
 
 if __name__ == "__main__":

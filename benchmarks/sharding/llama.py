@@ -30,10 +30,12 @@ from typing import Any, Literal
 
 import jax
 
-from benchmarks.harness.records import Row, gpu_of, kept_rows, renewed, write_records
-from benchmarks.harness.report import environment, last_run_text
+from benchmarks.harness.page import Row, gpu_of, last_run_text, ranged, table
+from benchmarks.harness.profiler import Event, recorded
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, alternate, summary
-from benchmarks.policy.profiles import Event, recorded
+from benchmarks.harness.versions import environment
 from benchmarks.sharding.several_gpus import sent
 from jax_cudnn import native, plans
 
@@ -46,7 +48,6 @@ from llama.layout import POLICIES, choose_layout
 from llama.settings import SIZES, LlamaSettings
 from llama.task import llama_task
 
-_DATA, _PAGE = "llama.json", "llama.md"
 PLAIN = "plain JAX"
 # Rows for each GPU, as many as fit into 80 GB.
 ROWS = {"tiny": 2, "1B": 8, "7B": 2}
@@ -266,41 +267,39 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         _MAXTEXT,
         "",
-        "| size | GPU | mesh | rows a GPU | remat | contender | ms | ratio | tokens/s "
-        "a GPU | utilisation | computes, sends, busy ms | MiB a GPU | compile s "
-        "| tuning s | losses | sends |",
-        "| --- | --- | --- | ---: | --- | --- | ---: | --- |"
-        + " ---: | ---: | --- |"
-        + " ---: |" * 4
-        + " --- |",
+        *table(
+            "size | GPU | mesh | >rows a GPU | remat | contender | >ms | ratio "
+            "| >tokens/s a GPU | >utilisation | computes, sends, busy ms | >MiB a GPU "
+            "| >compile s | >tuning s | >losses | sends",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        collectives = row["collectives"].items()
-        told = ", ".join(f"{count} {kind}" for kind, count in collectives)
-        share = row["utilisation"]
-        parts = [row.get(name) for name in ("computes_ms", "sends_ms", "busy_ms")]
-        spent = ", ".join(f"{part:.0f}" for part in parts if part is not None)
-        looped = "" if row["unroll"] == 1 else f", {row['unroll']} layers a turn"
-        lines.append(
-            f"| {row['size']} | {gpu_of(row)} | {row['mesh']} | {row['rows']} "
-            f"| {row['remat']}{looped} | {row['contender']} | {row['ms']:,.1f} "
-            f"| {row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f}) "
-            f"| {row['tokens_s_gpu']:,} | {'' if share is None else f'{share:.1%}'} "
-            f"| {spent} "
-            f"| {row['mib']:,} | {row['compile_s']:.0f} | {row['tuning_s']:.0f} "
-            f"| {row['loss_share']:.2%} | {told or 'nothing'} |"
-        )
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[Any]:
+    collectives = row["collectives"].items()
+    told = ", ".join(f"{count} {kind}" for kind, count in collectives)
+    share = row["utilisation"]
+    parts = [row.get(name) for name in ("computes_ms", "sends_ms", "busy_ms")]
+    looped = "" if row["unroll"] == 1 else f", {row['unroll']} layers a turn"
+    return [
+        *(row["size"], gpu_of(row), row["mesh"], row["rows"]),
+        *(f"{row['remat']}{looped}", row["contender"]),
+        *(f"{row['ms']:,.1f}", ranged(row), f"{row['tokens_s_gpu']:,}"),
+        "" if share is None else f"{share:.1%}",
+        ", ".join(f"{part:.0f}" for part in parts if part is not None),
+        *(f"{row['mib']:,}", f"{row['compile_s']:.0f}", f"{row['tuning_s']:.0f}"),
+        *(f"{row['loss_share']:.2%}", told or "nothing"),
+    ]
 
 
 def main() -> None:
     """Take the times and add them to the report."""
-    assert __doc__ is not None
     is_gpu = jax.default_backend() == "gpu"
     count = len(jax.devices())
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("build/benchmarks"))
+    made = parser(__doc__)
+    add = made.add_argument
     add("--size", choices=SIZES, default="1B")
     add("--gpus", type=int, default=count, help="how many; default: all")
     add("--mesh", help="such as fsdp=2,tensor=2; default: all along fsdp")
@@ -313,9 +312,9 @@ def main() -> None:
     add("--tuning-s", type=float, default=300.0, help="for each that is tuned")
     add("--steps", type=int, default=_STEPS, help="whose losses are compared")
     add("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = made.parse_args()
     if not 1 <= options.gpus <= count:
-        parser.error(f"--gpus {options.gpus}: there are {count}")
+        made.error(f"--gpus {options.gpus}: there are {count}")
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
     rows = options.rows or ROWS[options.size]
     settings = replace(
@@ -334,20 +333,22 @@ def main() -> None:
         "unroll": options.unroll,
     }
     measured = [{**about, **row} for row in measure(settings, options)]
-    options.out.mkdir(parents=True, exist_ok=True)
-    kept = kept_rows(options.out / _DATA)
     command = ["python", "-m", "benchmarks.llama", "--size", options.size]
     command += ["--gpus", str(options.gpus)]
-    data = {
-        "command": shlex.join(command),
-        "environment": versions,
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "rows": renewed(kept, measured, _NAMES, tuple(SIZES)),
-    }
-    write_records(options.out / _DATA, data)
-    page = markdown(data)
-    (options.out / _PAGE).write_text(page, encoding="utf-8")
-    print(page)
+    found = Table(
+        folder=options.out,
+        name="llama",
+        markdown=markdown,
+        keys=_NAMES,
+        order=tuple(SIZES),
+        versions=versions,
+        about={
+            "command": shlex.join(command),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        },
+    )
+    found.add(*measured)
+    print(found.file.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness.records import Row, kept_rows, renewed, write_records
+from benchmarks.harness.page import Row, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.sharding.llama import PLAIN, ROWS, WAYS, Way
 from benchmarks.sharding.several_gpus import cudnn_calls
 from benchmarks.xla.traffic import received as received_of
@@ -38,7 +40,6 @@ from llama.layout import POLICIES, choose_layout
 from llama.settings import SIZES
 from llama.task import llama_task
 
-_DATA, _PAGE = "llama_offline.json", "llama_offline.md"
 # What names a row of the table.
 _NAMES = ("size", "GPU", "gpus", "mesh", "rows", "packed", "remat", "contender")
 _COMPILED = [PLAIN, "jax_cudnn", "jax_cudnn, sums in f32", "jax_cudnn, f8"]
@@ -125,30 +126,31 @@ def markdown(data: dict[str, Any]) -> str:
         "not that of cuDNN's and is left out. Seconds are of one CPU, for tracing, and "
         "for lowering and compiling.",
         "",
-        "| size | devices | mesh | rows each | remat | contender | state MiB "
-        "| scratch MiB | received MiB | of them | trace s | compile s |",
-        "| --- | --- | --- | ---: | --- | --- | ---: | ---: | ---: | --- | ---: "
-        "| ---: |",
+        *table(
+            "size | devices | mesh | >rows each | remat | contender | >state MiB "
+            "| >scratch MiB | >received MiB | of them | >trace s | >compile s",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        scratch = "" if row["contender"] == PLAIN else f"{row['scratch_mib']:,}"
-        received = row["received"]
-        lines.append(
-            f"| {row['size']}{', packed' if row['packed'] else ''} "
-            f"| {row['gpus']} {row['GPU']} | {row['mesh']} | {row['rows']} "
-            f"| {row['remat']} | {row['contender']} | {row['state_mib']:,} | {scratch} "
-            f"| {sum(mib for *_, mib in received):,} | {told_of(received)} "
-            f"| {row['trace_s']:.1f} | {row['compile_s']:.0f} |"
-        )
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[Any]:
+    received = row["received"]
+    return [
+        f"{row['size']}{', packed' if row['packed'] else ''}",
+        *(f"{row['gpus']} {row['GPU']}", row["mesh"], row["rows"], row["remat"]),
+        *(row["contender"], f"{row['state_mib']:,}"),
+        "" if row["contender"] == PLAIN else f"{row['scratch_mib']:,}",
+        *(f"{sum(mib for *_, mib in received):,}", told_of(received)),
+        *(f"{row['trace_s']:.1f}", f"{row['compile_s']:.0f}"),
+    ]
 
 
 def main() -> None:
     """Compile the contenders and add them to the report."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("build/benchmarks"))
+    made = parser(__doc__)
+    add = made.add_argument
     add("--size", choices=SIZES, default="7B")
     add("--gpus", type=int, default=8)
     add("--gpu", default="H100", help="by a name of jax_cudnn.offline; default: H100")
@@ -158,7 +160,7 @@ def main() -> None:
     add("--packed", action="store_true")
     add("--remat", choices=("none", *POLICIES), default="dots")
     add("--contenders", nargs="+", default=_COMPILED)
-    options = parser.parse_args()
+    options = made.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.gpus)
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
@@ -173,23 +175,22 @@ def main() -> None:
         "packed": options.packed,
         "remat": options.remat,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     command = ["python", "-m", "benchmarks.llama_offline", "--size", options.size]
     command += ["--gpus", str(options.gpus), "--gpu", options.gpu]
+    found = Table(
+        folder=options.out,
+        name="llama_offline",
+        markdown=markdown,
+        keys=_NAMES,
+        order=tuple(SIZES),
+        versions={"GPU": about["GPU"], "JAX": jax.__version__},
+        about={"command": shlex.join(command)},
+    )
     for way in WAYS:
-        if way.name not in options.contenders:
-            continue
-        row = {**about, **measure(way, options, target)}
-        print(row, flush=True)
-        data = {
-            "command": shlex.join(command),
-            "environment": {"GPU": about["GPU"], "JAX": jax.__version__},
-            "rows": renewed(
-                kept_rows(options.out / _DATA), [row], _NAMES, tuple(SIZES)
-            ),
-        }
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
+        if way.name in options.contenders:
+            row = {**about, **measure(way, options, target)}
+            print(row, flush=True)
+            found.add(row)
 
 
 if __name__ == "__main__":

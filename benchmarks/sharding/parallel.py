@@ -18,12 +18,10 @@ them beside four GPUs.
 tries the script on CPU devices; its times say nothing.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,8 +30,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_cudnn
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import spread, table, versions_text
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from jax_cudnn import masks, native, parallel
 
@@ -242,63 +241,65 @@ def markdown(data: dict[str, Any]) -> str:
         "are to one GPU, with the lowest and highest. Memory is what XLA allocates on "
         "each device, beside operands and results.",
         "",
-        "| pass | contender | ms | ratio | range | efficiency | memory (MiB) |",
-        "| --- | --- | ---: | ---: | --- | ---: | ---: |",
+        *table(
+            "pass | contender | >ms | >ratio | range | >efficiency | >memory (MiB)",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        lines.append(
-            f"| {row['pass']} | {row['contender']} | {row['median_us'] / 1e3:.1f} "
-            f"| {row['ratio']:.2f} | {row['ratio_low']:.2f}-{row['ratio_high']:.2f} "
-            f"| {row['efficiency']:.0%} | {row['temporary_bytes'] / 2**20:.0f} |"
-        )
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(row["pass"], row["contender"], f"{row['median_us'] / 1e3:.1f}"),
+        *(f"{row['ratio']:.2f}", spread(row), f"{row['efficiency']:.0%}"),
+        f"{row['temporary_bytes'] / 2**20:.0f}",
+    ]
 
 
 def main() -> None:
     """Take the times and write the report."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--tokens", type=int, default=262144, help="of the sequence")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("--tokens", type=int, default=262144, help="of the sequence")
+    made.add_argument("--devices", type=int, default=2)
+    made.add_argument(
         "--documents",
         type=int,
         default=0,
         metavar="TOKENS",
         help="on average, of packed documents; default: one sequence",
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cpu", action="store_true", help="try it on CPU devices")
-    options = parser.parse_args()
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--cpu", action="store_true", help="try it on CPU devices")
+    options = made.parse_args()
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
         # Calls that overlap may wait for each other where cores are few.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     if options.tokens % (2 * options.devices):
-        parser.error(f"--tokens {options.tokens} is not a multiple of 2 * --devices")
+        made.error(f"--tokens {options.tokens} is not a multiple of 2 * --devices")
     if not 0 <= options.documents <= options.tokens // options.devices:
-        parser.error(f"--documents {options.documents} are more than a GPU's tokens")
+        made.error(f"--documents {options.documents} are more than a GPU's tokens")
     if len(jax.local_devices()) < options.devices:
-        parser.error(f"there are only {len(jax.local_devices())} devices")
+        made.error(f"there are only {len(jax.local_devices())} devices")
     workload = Workload(
         tokens=options.tokens, devices=options.devices, documents=options.documents
     )
     packed = f" --documents {options.documents}" if options.documents else ""
-    data = {
-        "command": f"python -m benchmarks.parallel --tokens {options.tokens} --devices "
-        f"{options.devices}{packed}{' --cpu' if options.cpu else ''}",
-        "environment": environment(),
-        "workload": dataclasses.asdict(workload),
-        "rows": run(workload, options.rounds),
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = _PAGES[bool(options.documents)]
-    write_records(options.out / f"{name}.json", data)
-    page = options.out / f"{name}.md"
-    page.write_text(markdown(data))
-    print(page.read_text())
+    found = Table(
+        folder=options.out,
+        name=_PAGES[bool(options.documents)],
+        markdown=markdown,
+        keeps="nothing",
+        about={
+            "command": f"python -m benchmarks.parallel --tokens {options.tokens} "
+            f"--devices {options.devices}{packed}{' --cpu' if options.cpu else ''}",
+            "workload": dataclasses.asdict(workload),
+        },
+    )
+    found.add(*run(workload, options.rounds))
+    print(found.file.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

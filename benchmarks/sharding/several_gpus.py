@@ -21,17 +21,18 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import ranged, table, versions_text
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, alternate, summary
+from benchmarks.harness.versions import environment
 from benchmarks.sharding.several_gpus_cells import AXIS, Cell, Function, cells
 from jax_cudnn import native, plans
 
@@ -141,7 +142,7 @@ def run_cell(
         row |= {key: float(f"{value:.5g}") for key, value in numbers.items()}
         row["errors"] = errors
         print(
-            f"  {what:8s} {name:10s} {_ms(row)} ms  {_ratio(row)}  "
+            f"  {what:8s} {name:10s} {_ms(row)} ms  {ranged(row)}  "
             f"{_listed(row['collectives'])}; {_listed(row['cudnn_calls'])}; "
             f"errors {errors}",
             flush=True,
@@ -161,10 +162,6 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{row['median_ms']:.3f} ({row['low_ms']:.3f}-{row['high_ms']:.3f})"
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    return f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
-
-
 def _spec(x: jax.Array) -> str:
     spec = getattr(x.sharding, "spec", None)
     return str(x.sharding) if spec is None else f"({', '.join(map(str, spec))})"
@@ -175,6 +172,7 @@ def _spec(x: jax.Array) -> str:
 
 def markdown(data: dict[str, Any]) -> str:
     """Return the report as a page."""
+    pairs = [*zip(data["rows"][::2], data["rows"][1::2], strict=True)]
     lines = [
         "# Several GPUs",
         "",
@@ -190,35 +188,41 @@ def markdown(data: dict[str, Any]) -> str:
         "are relative norms of the difference from plain JAX, the largest of all "
         "results.",
         "",
-        "| workload | split | | ms | plain JAX, ms | ratio | error |",
-        "| --- | --- | --- | --- | --- | --- | ---: |",
+        *table(
+            "workload | split | | ms | plain JAX, ms | ratio | >error",
+            (
+                [
+                    *(ours["cell"], ours["split"], ours["what"], _ms(ours)),
+                    *(_ms(plain), ranged(ours), f"{max(ours['errors']):.1e}"),
+                ]
+                for ours, plain in pairs
+            ),
+        ),
     ]
-    pairs = [*zip(data["rows"][::2], data["rows"][1::2], strict=True)]
-    for ours, plain in pairs:
-        lines.append(
-            f"| {ours['cell']} | {ours['split']} | {ours['what']} | {_ms(ours)} "
-            f"| {_ms(plain)} | {_ratio(ours)} | {max(ours['errors']):.1e} |"
-        )
     lines += [
         "",
         "What the compiled programs hold: where they differ, jax_cudnn's and then "
         "plain JAX's. Results are the output and the gradients of all operands.",
         "",
-        "| workload | split | | collectives | calls of cuDNN | results split |",
-        "| --- | --- | --- | --- | --- | --- |",
+        *table(
+            "workload | split | | collectives | calls of cuDNN | results split",
+            map(_held, pairs),
+        ),
     ]
-    for pair in pairs:
-        columns = [pair[0][key] for key in ("cell", "split", "what")]
-        for text in (
-            lambda row: _listed(row["collectives"]),
-            lambda row: _listed(row["cudnn_calls"]),
-            lambda row: " ".join(row["results_split"]),
-        ):
-            columns.append("<br>".join(dict.fromkeys(map(text, pair))))
-        lines.append(f"| {' | '.join(columns)} |")
     for failure in data["failures"]:
         lines += ["", f"Failed: {failure['cell']}: {failure['error']}"]
     return "\n".join(lines) + "\n"
+
+
+def _held(pair: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield what both programs hold, once where it is the same."""
+    yield from (pair[0][key] for key in ("cell", "split", "what"))
+    for told in (
+        [_listed(row["collectives"]) for row in pair],
+        [_listed(row["cudnn_calls"]) for row in pair],
+        [" ".join(row["results_split"]) for row in pair],
+    ):
+        yield "<br>".join(dict.fromkeys(told))
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -242,6 +246,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
         "failures": [],
     }
+    report = Table(folder=options.out, name="several_gpus", markdown=markdown)
     rounds: dict[str, Any] = {"rounds": 7, "round_ms": 20.0}
     if options.tiny:
         rounds = {"rounds": 3, "round_ms": 1.0, "least_calls": 2}
@@ -263,23 +268,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}"[:2000]
                 data["failures"].append({"cell": f"{cell.key} {what}", "error": text})
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_records(options.out / "several_gpus.json", data)
-        (options.out / "several_gpus.md").write_text(markdown(data))
+        report.write(data)
     print(f"[{time.monotonic() - start:5.0f} s] done")
     return data
 
 
 def main() -> None:
     """Run the cells that are asked for."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--cells", default="", help="regex on 'name, ... split'")
-    parser.add_argument("--budget-s", type=float, default=math.inf,
+    made = parser(__doc__)
+    made.add_argument("--cells", default="", help="regex on 'name, ... split'")
+    made.add_argument("--budget-s", type=float, default=math.inf,
                         help="start no cell after so many seconds")  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for CPUs")
-    options = parser.parse_args()
+    made.add_argument("--tiny", action="store_true", help="small sizes, for CPUs")
+    options = made.parse_args()
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
     data = run(options)
     print(markdown(data))

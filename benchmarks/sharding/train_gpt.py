@@ -13,7 +13,6 @@ for choices that the package ships.
 tries the script on devices of the CPU; its times say nothing.
 """
 
-import argparse
 import re
 import shlex
 import sys
@@ -25,9 +24,11 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness.records import write_records
-from benchmarks.harness.report import environment, versions_text
+from benchmarks.harness.page import ranged, table, versions_text
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, alternate, summary
+from benchmarks.harness.versions import environment
 from benchmarks.sharding.several_gpus import sent
 from jax_cudnn import native, plans
 
@@ -196,33 +197,31 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         _OTHER_GPT,
         "",
-        "| divided by | batch | contender | ms | ratio | speedup | MiB a GPU | sends |",
-        "| --- | ---: | --- | ---: | --- | --- | ---: | --- |",
+        *table(
+            "divided by | >batch | contender | >ms | ratio | speedup | >MiB a GPU "
+            "| sends",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for each in data["rows"]:
-        collectives = each["collectives"].items()
-        told = ", ".join(f"{count} {kind}" for kind, count in collectives)
-        lines.append(
-            f"| {each['way']} | {each['batch']} | {each['contender']} "
-            f"| {each['ms']:.2f} | {_told(each, 'ratio')} | {_told(each, 'scaling')} "
-            f"| {each['mib']:,} | {told or 'nothing'} |"
-        )
     return "\n".join(lines) + "\n"
 
 
-def _told(row: dict[str, Any], name: str) -> str:
-    return f"{row[name]:.2f} ({row[f'{name}_low']:.2f}-{row[f'{name}_high']:.2f})"
+def _cells(row: dict[str, Any]) -> list[Any]:
+    collectives = row["collectives"].items()
+    told = ", ".join(f"{count} {kind}" for kind, count in collectives)
+    return [
+        *(row["way"], row["batch"], row["contender"], f"{row['ms']:.2f}"),
+        *(ranged(row), ranged(row, "scaling"), f"{row['mib']:,}", told or "nothing"),
+    ]
 
 
 def main() -> None:
     """Take the times and write the report."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--ways", default="", help="regex on ways to divide a step")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--size", choices=SIZES, default="small")
+    made.add_argument("--ways", default="", help="regex on ways to divide a step")
+    made.add_argument("--rounds", type=int, default=7)
+    options = made.parse_args()
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
     is_gpu = jax.default_backend() == "gpu"
     settings = replace(SIZES[options.size], dtype="bfloat16" if is_gpu else "float32")
@@ -230,19 +229,20 @@ def main() -> None:
     command += ["--ways", options.ways] if options.ways else []
     versions = environment()
     count = len(jax.devices())
-    data = {
-        "command": shlex.join(command),
-        "environment": {**versions, "GPU": f"{count} x {versions['GPU']}"},
-        "model": {
-            name: getattr(settings, name)
-            for name in ("layers", "width", "heads", "context", "dtype")
+    names = ("layers", "width", "heads", "context", "dtype")
+    found = Table(
+        folder=options.out,
+        name="train_gpt",
+        markdown=markdown,
+        keeps="nothing",
+        versions={**versions, "GPU": f"{count} x {versions['GPU']}"},
+        about={
+            "command": shlex.join(command),
+            "model": {name: getattr(settings, name) for name in names},
         },
-        "rows": measure(settings, options.ways, options.rounds),
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_records(options.out / "train_gpt.json", data)
-    (options.out / "train_gpt.md").write_text(markdown(data))
-    print(markdown(data))
+    )
+    found.add(*measure(settings, options.ways, options.rounds))
+    print(found.file.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

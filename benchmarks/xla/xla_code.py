@@ -7,17 +7,15 @@
 compiles each workload for an H200, once as plain JAX and once as jax_cudnn has it where
 no cuDNN is, and writes xla_code.json and xla_code.md there. The programs are XLA's,
 compiled as for that GPU, and neither they nor the driver run. `--only REGEX` chooses
-workloads.
+workloads; the file's others stay.
 """
 
-import argparse
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +25,9 @@ from jax.experimental import topologies
 
 import jax_cudnn.flax.linen
 from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, Operand, program
-from benchmarks.harness.records import write_records
+from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 from benchmarks.layers import norms, operation_cells
 from benchmarks.products import fusion_cells
 from benchmarks.xla.traffic import BYTES
@@ -37,7 +37,6 @@ from jax_cudnn.config import Implementation
 _GPU = "H200"
 # The ratio to plain JAX above which a program is counted.
 _MOST = 1.05
-_DATA, _PAGE = "xla_code.json", "xla_code.md"
 # XLA would time kernels to choose among them.
 _OPTIONS = {"xla_gpu_autotune_level": 0}
 
@@ -376,69 +375,70 @@ def markdown(data: Mapping[str, Any]) -> str:
     above = [row for row in rows if row["ratio"] > _MOST]
     groups = len({row["workload"] for row in rows})
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Written by benchmarks/xla/xla_code.py: bytes that XLA's code moves. -->",
-        "",
-        "# XLA's code beside plain JAX",
-        "",
         "Where cuDNN has no plan, or is not there, jax_cudnn runs code that XLA",
         "compiles. This page counts what that code reads and writes on a GPU, beside",
         "the code of plain JAX: `jax.nn`, `jax.lax` and the formulas of Flax. No time",
         "was measured here. Kernels without products take about as long as their bytes",
         "do. Products are compiled alike on both sides.",
         "",
-        f"`{data['command']}` compiled the programs for an {data['GPU']} with JAX "
-        f"{data['JAX']}.",
-        "",
         f"Of {len(rows)} programs of {groups} workloads, {len(above)} move more than "
         f"{_MOST:.2f} times the bytes",
         "of plain JAX. Products with i8 weights apply the scales to f32 sums; plain",
         "JAX may round scaled weights to bf16.",
         "",
-        "| workload | | MB | kernels | plain JAX: MB | kernels | ratio |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *table(
+            "workload | | >MB | >kernels | >plain JAX: MB | >kernels | >ratio",
+            map(_cells, rows),
+        ),
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['workload']} | {row['what']} | {row['bytes'] / 1e6:,.1f} | "
-            f"{row['kernels']} | {row['plain_bytes'] / 1e6:,.1f} | "
-            f"{row['plain_kernels']} | {row['ratio']:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="XLA's code beside plain JAX",
+        comment="The bytes that XLA's code moves.",
+        command=measured_by("xla_code"),
+    )
 
 
-def start(
-    name: str, doc: str | None
-) -> tuple[argparse.Namespace, Compiler, dict[str, Any]]:
-    """Return a script's options, a compiler, and what its page begins with."""
-    assert doc is not None
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", default="", metavar="REGEX", help="by their names")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def _cells(row: dict[str, Any]) -> list[Any]:
+    ours = f"{row['bytes'] / 1e6:,.1f}", row["kernels"]
+    plain = f"{row['plain_bytes'] / 1e6:,.1f}", row["plain_kernels"]
+    return [row["workload"], row["what"], *ours, *plain, f"{row['ratio']:.2f}"]
+
+
+def start(doc: str | None, **of_table: Any) -> tuple[str, Compiler, Table]:
+    """Return which cases are asked for, a compiler, and the table of a program."""
+    made = parser(doc)
+    made.add_argument("--only", default="", metavar="REGEX", help="by their names")
+    options = made.parse_args()
     # JAX's check of the driver's libraries, which are not here.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    data: dict[str, Any] = {
-        "command": f"python -m benchmarks.{name} --out docs/internals/measured",
-        "GPU": _GPU,
-        "JAX": jax.__version__,
-        "rows": [],
-    }
-    return options, Compiler(_GPU), data
+    versions = {"GPU": _GPU, "JAX": jax.__version__}
+    found = Table(
+        folder=options.out, versions=versions, keeps="these versions", **of_table
+    )
+    if not options.only:
+        found.forget()
+    return options.only, Compiler(_GPU), found
 
 
 def main() -> None:
     """Compile the workloads and write the page."""
-    options, compiler, data = start("xla_code", __doc__)
-    for work in workloads():
-        if not re.search(options.only, work.name):
-            continue
-        for row in measure(compiler, work):
-            data["rows"].append(row)
-            print(f"{row['ratio']:6.2f} {row['workload']}, {row['what']}", flush=True)
-    write_records(options.out / _DATA, data)
-    (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
+    every = workloads()
+    only, compiler, rows = start(
+        __doc__,
+        name="xla_code",
+        markdown=markdown,
+        keys=("workload", "what"),
+        order=[work.name for work in every],
+    )
+    for work in every:
+        if re.search(only, work.name):
+            for row in measure(compiler, work):
+                rows.add(row)
+                print(
+                    f"{row['ratio']:6.2f} {row['workload']}, {row['what']}", flush=True
+                )
 
 
 if __name__ == "__main__":

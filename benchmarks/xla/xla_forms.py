@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.harness.call_times import batched, timed
 from benchmarks.harness.contest import BOTH, FORWARD, Function, Operand, program
-from benchmarks.harness.report import versions_text
-from benchmarks.harness.row_by_row import run_benchmark
+from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Timing, summary
 from benchmarks.xla.xla_form_cells import Workload, workloads
 from jax_cudnn import plans
@@ -169,15 +169,6 @@ def markdown(data: dict[str, Any]) -> str:
     timed_ = [(row, what) for row, what in every if what in row]
     over = [(row, what) for row, what in timed_ if row[what]["ratio"] > LOSS]
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- What jax_cudnn runs through XLA, beside plain JAX, on a GPU. -->",
-        "",
-        "# XLA's form of operations beside plain JAX",
-        "",
-        "Printed by `python -m benchmarks.xla_forms --out "
-        "docs/internals/measured`; do not "
-        f"edit. {versions_text(data['environment'])}.",
-        "",
         'Operations with `implementation="xla"`, and as a user of JAX writes them. All',
         "numbers are bf16 where no dtype is named. Ratios are our time over that of",
         "the fastest plain form, in turns within one run: below 1, ours is faster.",
@@ -198,7 +189,13 @@ def markdown(data: dict[str, Any]) -> str:
     for row in rows:
         cells = [_cell(row.get(what)) for what in (FORWARD, BOTH, _LOSS)]
         lines.append(f"| {row['operation']} | {row['size']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="XLA's form of operations beside plain JAX",
+        comment="What jax_cudnn runs through XLA, beside plain JAX, on a GPU.",
+        command=measured_by("xla_forms"),
+    )
 
 
 def _cell(found: Mapping[str, Any] | None) -> str:

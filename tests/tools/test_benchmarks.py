@@ -379,6 +379,15 @@ def test_workloads_whose_bytes_are_counted_have_the_same_shapes() -> None:
         assert all(each == first for each in others), work.name
 
 
+def test_pages_are_what_programs_print_of_their_data() -> None:
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    pages = dict(importlib.import_module("benchmarks.harness.pages").printed())
+    assert len(pages) >= 30
+    stale = [page.name for page, text in pages.items() if page.read_text() != text]
+    assert stale == [], "run `python -m benchmarks.pages`"
+
+
 def test_new_rows_replace_those_of_the_same_names() -> None:
     renewed = importlib.import_module("benchmarks.harness.records").renewed
     texts = ["b train 1", "a infer 1", "a train 1", "a train 2"]
@@ -393,11 +402,12 @@ def test_new_rows_replace_those_of_the_same_names() -> None:
 def test_rows_that_are_kept_say_their_driver_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("benchmarks.harness.row_by_row")
+    module = importlib.import_module("benchmarks.harness.program")
+    records = importlib.import_module("benchmarks.harness.records")
 
     def run(us: int, *flags: str, **versions: str) -> dict[str, Any]:
         made = {"GPU": "H100", "driver": "580", "JAX": "0.11", "cuDNN": "9", **versions}
-        monkeypatch.setattr(module, "environment", lambda: made)
+        monkeypatch.setattr(records, "environment", lambda: made)
         monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path), *flags])
         module.run_benchmark(
             "What it asks.",
@@ -425,7 +435,13 @@ def test_rows_that_are_kept_say_their_driver_too(
 
 
 def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
-    flags = ("--tiny", "--only", "convnext: matmul|^matmul.*i8", "--out", str(tmp_path))
+    flags = (
+        "--small",
+        "--only",
+        "convnext: matmul|^matmul.*i8",
+        "--out",
+        str(tmp_path),
+    )
     done = _run("benchmarks.untuned_cells", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "untuned_cells.json").read_text())["rows"]
@@ -503,7 +519,7 @@ def test_small_attention_is_drawn_for_each_case() -> None:
         for call in calls
         for scores in (2**20, 2**23)
     ]
-    environment = importlib.import_module("benchmarks.harness.report").environment()
+    environment = importlib.import_module("benchmarks.harness.versions").environment()
     page = benchmark.markdown({"environment": environment, "rows": rows})
     assert page.count("| 2 | 0.50 | 0.50 | 0.50 |") == 8
     heads = 2 * 2  # and the lines below them

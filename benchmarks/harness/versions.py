@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the reports of all benchmarks: versions."""
+"""What numbers were taken with: the GPU, and versions of packages."""
 
 import importlib.metadata
 import subprocess
@@ -45,13 +45,3 @@ def _cudnn() -> str:
         return native.cudnn_version().version_text
     except LibraryError:
         return "none"
-
-
-def versions_text(versions: dict[str, str]) -> str:
-    """Return the versions as a sentence has them."""
-    return ", ".join(f"{name} {value}" for name, value in versions.items())
-
-
-def last_run_text(versions: dict[str, str]) -> str:
-    """Return the versions for a page whose rows name their GPUs."""
-    return f"Each row names its GPU. The last run: {versions_text(versions)}."
