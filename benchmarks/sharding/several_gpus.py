@@ -6,6 +6,8 @@
 writes several_gpus.json and several_gpus.md there, after every cell. Beside each call
 runs the same in plain JAX, on the same shards. Operands are random bf16; see timing.py
 for how times are taken. Plans are untuned, but for choices that the package ships.
+Devices add up their shares of a product in the operands' dtype, as plain JAX does,
+unless `--reduce-dtype f32` asks for jax_cudnn's default.
 
     JAX_NUM_CPU_DEVICES=4 python -m benchmarks.several_gpus --tiny
 
@@ -22,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +97,12 @@ def _relative_errors(found: Sequence[Any], others: Sequence[Any]) -> list[jax.Ar
 
 
 def run_cell(
-    cell: Cell, what: str, arrays: Sequence[jax.Array], **how: Any
+    cell: Cell,
+    what: str,
+    arrays: Sequence[jax.Array],
+    *,
+    reduce_dtype: Literal["f32", "operands"] = "operands",
+    **how: Any,
 ) -> list[dict[str, Any]]:
     """Time a cell in one direction; return the row of each contender."""
     wrapped = {FORWARD: _forward, BOTH: _with_gradients}[what]
@@ -104,7 +111,8 @@ def run_cell(
     contenders: dict[str, Contender] = {}
     for name, function in ((OURS, cell.ours), (PLAIN, cell.plain)):
         start = time.monotonic()
-        program = jax.jit(wrapped(function)).lower(*arrays).compile()
+        with plans.using(reduce_dtype=reduce_dtype):
+            program = jax.jit(wrapped(function)).lower(*arrays).compile()
         seconds, text = time.monotonic() - start, program.as_text()
         memory = program.memory_analysis()
         assert text is not None
@@ -184,7 +192,9 @@ def markdown(data: dict[str, Any]) -> str:
         "to plain JAX (`jax.nn.dot_product_attention` through cuDNN, `x @ w`, "
         "`jax.lax.conv_general_dilated`, and for experts a sort and "
         "`jax.lax.ragged_dot` in a `shard_map` that gathers the weights) on the same "
-        "shards, round by round. Errors "
+        "shards, round by round. jax_cudnn adds up the shares of devices in "
+        f"{'f32' if data['reduce_dtype'] == 'f32' else 'the dtype of the operands'}. "
+        "Errors "
         "are relative norms of the difference from plain JAX, the largest of all "
         "results.",
         "",
@@ -239,9 +249,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     versions = environment()
     command = ["python", "-m", "benchmarks.several_gpus"]
     command += ["--tiny"] if options.tiny else []
+    command += ["--reduce-dtype=f32"] if options.reduce_dtype == "f32" else []
     command += ["--cells", options.cells] if options.cells else []
     data: dict[str, Any] = {
         "command": shlex.join(command),
+        "reduce_dtype": options.reduce_dtype,
         "environment": {**versions, "GPU": f"{count} x {versions['GPU']}"},
         "rows": [],
         "failures": [],
@@ -261,7 +273,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         arrays = cell.operands(mesh)
         for what in (FORWARD, BOTH):
             try:
-                rows = run_cell(cell, what, arrays, **rounds)
+                rows = run_cell(
+                    cell, what, arrays, reduce_dtype=options.reduce_dtype, **rounds
+                )
                 data["rows"] += rows
                 check(rows[0]["errors"])
             except Exception as error:
@@ -279,6 +293,9 @@ def main() -> None:
     made.add_argument("--cells", default="", help="regex on 'name, ... split'")
     made.add_argument("--budget-s", type=float, default=math.inf,
                         help="start no cell after so many seconds")  # fmt: skip
+    made.add_argument("--reduce-dtype", choices=("f32", "operands"),
+                        default="operands",
+                        help="of sums over devices; default: operands")  # fmt: skip
     made.add_argument("--tiny", action="store_true", help="small sizes, for CPUs")
     options = made.parse_args()
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
