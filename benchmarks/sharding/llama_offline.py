@@ -2,7 +2,7 @@
 """Compiles a training step of Llama for GPUs that are not here.
 
     pip install "jax[cuda13]" flax optax
-    python -m benchmarks.llama_offline --gpus 8 --gpu H100 --out docs/internals/measured
+    python -m benchmarks.sharding.llama_offline --gpus 8 --out docs/internals/measured
 
 adds to llama_offline.json and llama_offline.md there what each GPU holds and receives.
 No array is made, and neither the programs nor a driver run. Without the package's
@@ -125,8 +125,8 @@ def markdown(data: dict[str, Any]) -> str:
         "as f32 and f8 as f16. Sums over devices are in bf16, but for a contender "
         "that says f32. Moved is what XLA's kernels read and write, without products, "
         "attention and collectives: how often the step and each of its loops run, and "
-        "MiB. Plain JAX has XLA's attention here, whose scratch is "
-        "not that of cuDNN's and is left out. Seconds are of one CPU, for tracing, and "
+        "MiB. Plain JAX has XLA's attention here, whose scratch and kernels are "
+        "not cuDNN's and are left out. Seconds are of one CPU, for tracing, and "
         "for lowering and compiling.",
         "",
         *table(
@@ -146,7 +146,7 @@ def _cells(row: Row) -> list[Any]:
         *(row["contender"], f"{row['state_mib']:,}"),
         "" if row["contender"] == PLAIN else f"{row['scratch_mib']:,}",
         *(f"{sum(mib for *_, mib in received):,}", told_of(received)),
-        told_of_moved(row.get("moved", [])),
+        "" if row["contender"] == PLAIN else told_of_moved(row.get("moved", [])),
         *(f"{row['trace_s']:.1f}", f"{row['compile_s']:.0f}"),
     ]
 
@@ -179,7 +179,13 @@ def main() -> None:
         "packed": options.packed,
         "remat": options.remat,
     }
-    command = ["python", "-m", "benchmarks.llama_offline", "--size", options.size]
+    command = [
+        "python",
+        "-m",
+        "benchmarks.sharding.llama_offline",
+        "--size",
+        options.size,
+    ]
     command += ["--gpus", str(options.gpus), "--gpu", options.gpu]
     found = Table(
         folder=options.out,
