@@ -429,6 +429,12 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
             "sdpa: mask is the class masks.Causal. Pass a mask, such as",
         ),
         (
+            lambda: sdpa(*_operands(), mask="causal"),
+            TypeError,
+            "sdpa: mask is 'causal', a name. It must be an array of bools or one of "
+            "jax_cudnn.masks. Pass for example is_causal=True or mask=masks.Causal().",
+        ),
+        (
             lambda: masks.Causal() & np.ones((5, 5), bool),  # type: ignore[operator]
             TypeError,
             "Causal & ndarray: a mask is combined with masks. Write masks.Where(",
