@@ -20,10 +20,11 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.call_times import timed
+from benchmarks.harness.operands import Operand, count_of, drawn_sets
 from benchmarks.harness.page import measured_by, page
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn import f8
-from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
+from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
 _NAME = "f8_dense"
@@ -122,7 +123,10 @@ def measure(found: Sequence[_Layer]) -> Iterator[dict[str, Any]]:
         ]
         compiled = dict(zip(programs, together(jobs), strict=True))
         # All in turn, each on operands of its own.
-        sets = {name: _drawn(types) for name, (_, types) in programs.items()}
+        sets = {
+            name: drawn_sets([*map(_operand, types)])
+            for name, (_, types) in programs.items()
+        }
         runs = {
             name: functools.partial(_run, compiled[name], sets[name]) for name in _NAMES
         }
@@ -144,27 +148,14 @@ def _run(program: Callable[..., Any], sets: Any, _: object) -> Any:
     return program(sets)
 
 
-def _count(types: Sequence[Any]) -> int:
-    return set_count(sum(x.size * x.dtype.itemsize for x in types))
-
-
 def _compiled(function: Callable[..., Any], types: list[Any]) -> Callable[..., Any]:
-    return compile_over_sets(function, [types] * _count(types))
+    return compile_over_sets(function, [types] * count_of(types))
 
 
-def _drawn(types: Sequence[Any]) -> list[list[jax.Array]]:
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(types))
-        # States without a history, and scales of 1.
-        return [
-            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
-            if len(x.shape) == 2
-            else jnp.full(x.shape, float(not x.shape), x.dtype)
-            for k, x in zip(keys, types, strict=True)
-        ]
-
-    return [draw(jax.random.key(i)) for i in range(_count(types))]
+def _operand(of: jax.ShapeDtypeStruct) -> Operand:
+    """Return a random matrix, a scale of 1, or a state without a history."""
+    is_random, is_scale = len(of.shape) == 2, not of.shape
+    return Operand(of.shape, float(is_random), float(is_scale), of.dtype.name)
 
 
 def markdown(data: dict[str, Any]) -> str:

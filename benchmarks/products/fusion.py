@@ -17,7 +17,6 @@ before its results were compared with XLA's in f32.
 import argparse
 import dataclasses
 import datetime
-import functools
 import gc
 import json
 import math
@@ -34,13 +33,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import torch_side
+from benchmarks.harness.checks import check, relative_errors
+from benchmarks.harness.operands import Operand, drawn_sets
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, compare
 from benchmarks.harness.torch_side import torch
 from benchmarks.harness.versions import environment
 from benchmarks.products import fusion_report
-from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function, Operand
+from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function
 from benchmarks.products.fusion_report import (
     BOTH,
     FORWARD,
@@ -75,32 +76,14 @@ _RIVALS_BOUNDS = (3e-2, 3e-1)
 Arrays = Sequence[Any]
 
 
-class WrongError(AssertionError):
-    """A contender's results are not what XLA computes in f32."""
-
-
 # --- operands -------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _draw(seed: jax.Array, operands: tuple[Operand, ...]) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(operands))
-
-    def one(key: jax.Array, operand: Operand) -> jax.Array:
-        if jnp.issubdtype(operand.dtype, jnp.integer):
-            most = jnp.iinfo(operand.dtype).max
-            return jax.random.randint(key, operand.shape, -most, most, operand.dtype)
-        values = jax.random.normal(key, operand.shape, jnp.float32)
-        return (values * operand.deviation).astype(operand.dtype)
-
-    return [one(*pair) for pair in zip(keys, operands, strict=True)]
 
 
 def draw_sets(cell: Cell) -> list[list[jax.Array]]:
     """Return sets of random operands, each with the output's cotangent at its end."""
     count = math.ceil(_ROTATED_BYTES / cell.bytes(gradients=False))
     drawn = (*cell.operands, Operand(cell.output))
-    return [_draw(i, drawn) for i in range(min(_MOST_SETS, max(2, count)))]
+    return drawn_sets(drawn, min(_MOST_SETS, max(2, count)))
 
 
 def with_gradients(function: Function) -> Function:
@@ -380,24 +363,12 @@ def _truth(cell: Cell, what: str, arrays: Arrays) -> list[jax.Array]:
     return list(jax.jit(WRAPPERS[what](form))(*wide))
 
 
-@jax.jit
-def _relative_errors(found: Arrays, truth: Arrays) -> list[jax.Array]:
-    return [
-        jnp.linalg.norm((x.astype(jnp.float32) - y).ravel())
-        / jnp.linalg.norm(y.ravel())
-        for x, y in zip(found, truth, strict=True)
-    ]
-
-
 def _check(name: str, what: str, found: Arrays, truth: Arrays) -> list[float]:
     """Return the relative errors, of the output and of the gradients."""
-    pairs = _relative_errors(list(found), list(truth[: len(found)]))
+    pairs = relative_errors(list(found), list(truth[: len(found)]))
     errors = [float(f"{float(error):.3g}") for error in pairs]
-    first, others = _OWN_BOUNDS if name in (TUNED, UNTUNED) else _RIVALS_BOUNDS
-    bounds = [first, *[others] * (len(errors) - 1)]
-    # Written so that a NaN fails.
-    if not all(e <= bound for e, bound in zip(errors, bounds, strict=True)):
-        raise WrongError(f"{name} {what}: relative errors {errors} exceed {bounds}")
+    bounds = _OWN_BOUNDS if name in (TUNED, UNTUNED) else _RIVALS_BOUNDS
+    check(errors, *bounds, f"{name} {what}: ")
     return errors
 
 
@@ -410,7 +381,7 @@ def measured_rates(*, tiny: bool) -> tuple[float, float]:
     x = jnp.ones(elements, jnp.bfloat16)
     copy = call_over_sets(lambda x: -x, [[x], [x]])
     seconds = time_calls(copy, 2, samples=5).median_us / 1e6
-    a, b = _draw(0, (Operand((size, size)),) * 2)
+    ((a, b),) = drawn_sets([Operand((size, size))] * 2, 1)
     product = call_over_sets(jnp.matmul, [[a, b], [b, a]])
     product_seconds = time_calls(product, 2, samples=5).median_us / 1e6
     return 4 * elements / seconds, 2 * size**3 / product_seconds
