@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.harness.call_times import timed
 from benchmarks.harness.operands import count_of, drawn_sets
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.page import measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
@@ -293,19 +293,12 @@ def markdown(data: dict[str, Any]) -> str:
         "cudnn and xla, with its range over the rounds, and over the longer of the",
         "product and of reading and writing each array once at 3.0 TB/s.",
         "",
-        f"| | {' | '.join(_NAMES)} | over the best | range | over the floor |",
-        f"| --- {'| ---: ' * 6}| --- | ---: |",
+        *table(
+            f" | {' | '.join(f'>{name}' for name in _NAMES)} | >over the best | range "
+            "| >over the floor",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        times = [row["us"].get(name) for name in _NAMES]
-        shown = ["-" if us is None else f"{us:.1f}" for us in times]
-        found = row["ratios"]
-        shown += [
-            f"{found['best rival']:.2f}",
-            f"{found['low']:.2f}-{found['high']:.2f}",
-            f"{found['floor']:.2f}",
-        ]
-        lines.append(f"| {row['case']} | {' | '.join(shown)} |")
     return page(
         data,
         lines,
@@ -313,6 +306,17 @@ def markdown(data: dict[str, Any]) -> str:
         comment="Products with cuBLASLt's epilogues, and f8 products.",
         command=measured_by("cublaslt"),
     )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    times, found = map(row["us"].get, _NAMES), row["ratios"]
+    return [
+        row["case"],
+        *("-" if us is None else f"{us:.1f}" for us in times),
+        f"{found['best rival']:.2f}",
+        f"{found['low']:.2f}-{found['high']:.2f}",
+        f"{found['floor']:.2f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.harness.call_times import timed
 from benchmarks.harness.operands import Operand, count_of, drawn_sets
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.page import line, measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn import f8
 from jax_cudnn.tuning.stopwatch import compile_over_sets
@@ -167,16 +167,14 @@ def markdown(data: dict[str, Any]) -> str:
         '"current" and "delayed" are `f8.dense` with these recipes: everything that',
         "quantises bf16 is in their times. The last columns divide them by bf16.",
         "",
-        f"| | {' | '.join(_NAMES)} | current | delayed |",
-        f"| --- {'| ---: ' * 7}|",
+        *table(
+            f" | {' | '.join(f'>{name}' for name in _NAMES)} | >current | >delayed",
+            (_cells(row["layer"], row["us"]) for row in data["rows"]),
+        ),
     ]
-    total: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
-    for row in data["rows"]:
-        for name in _NAMES:
-            total[name] += row["us"][name]
-        lines.append(_line(row["layer"], row["us"]))
+    total = {name: sum(row["us"][name] for row in data["rows"]) for name in _NAMES}
     if data["rows"]:
-        lines.append(_line("all", total))
+        lines.append(line(_cells("all", total)))
         share = total["delayed"] / total["f8 products"]
         lines += [
             "",
@@ -193,10 +191,9 @@ def markdown(data: dict[str, Any]) -> str:
     )
 
 
-def _line(name: str, us: dict[str, float]) -> str:
-    shown = [f"{us[each]:.0f}" for each in _NAMES]
-    shown += [f"{us[each] / us['bf16']:.2f}" for each in ("current", "delayed")]
-    return f"| {name} | {' | '.join(shown)} |"
+def _cells(name: str, us: dict[str, float]) -> list[str]:
+    ratios = (f"{us[each] / us['bf16']:.2f}" for each in ("current", "delayed"))
+    return [name, *(f"{us[each]:.0f}" for each in _NAMES), *ratios]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.page import versions_text
+from benchmarks.harness.page import spread, table, versions_text
 from benchmarks.products.fusion_cells import GOALS, GROUPS
 
 FORWARD, BOTH = "fwd", "fwd+bwd"
@@ -135,24 +135,22 @@ def _goal_line(text: str, wanted: Sequence[Row], most: float) -> str:
 
 
 def _table(wanted: Sequence[Row]) -> Iterator[str]:
-    yield (
-        "| cell | XLA, µs | floor, µs | jax_cudnn tuned | untuned | torch "
-        "| ours / torch | runs on |"
-    )
-    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: | --- |"
-    for row in wanted:
-        contenders = row.result["contenders"]
-        cells = [
-            row.name,
-            f"{contenders[XLA]['median_us']:.1f}",
-            f"{row.result['floor_us']:.1f}",
-            _with_range(contenders.get(TUNED)),
-            _number(row.ratio(UNTUNED)),
-            _number(row.ratio(TORCH)),
-            _number(row.ratio(TUNED, "ratio_to_torch")),
-            _who(row.result["calls"]),
-        ]
-        yield f"| {' | '.join(cells)} |"
+    columns = "cell | >XLA, µs | >floor, µs | jax_cudnn tuned | >untuned | >torch "
+    yield from table(f"{columns} | >ours / torch | runs on", map(_cells, wanted))
+
+
+def _cells(row: Row) -> list[str]:
+    contenders = row.result["contenders"]
+    return [
+        row.name,
+        f"{contenders[XLA]['median_us']:.1f}",
+        f"{row.result['floor_us']:.1f}",
+        _with_range(contenders.get(TUNED)),
+        _number(row.ratio(UNTUNED)),
+        _number(row.ratio(TORCH)),
+        _number(row.ratio(TUNED, "ratio_to_torch")),
+        _who(row.result["calls"]),
+    ]
 
 
 def _number(value: float | None) -> str:
@@ -162,7 +160,7 @@ def _number(value: float | None) -> str:
 def _with_range(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"**{row['ratio']:.2f}** ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+    return f"**{row['ratio']:.2f}** ({spread(row)})"
 
 
 def _who(calls: Sequence[dict[str, Any]]) -> str:
@@ -215,18 +213,17 @@ def _tuning(data: dict[str, Any]) -> Iterator[str]:
         "the time of the first."
     )
     yield ""
-    yield "| graph | operands | first / best | cuDNN, µs | XLA, µs | chosen |"
-    yield "| --- | --- | ---: | ---: | ---: | --- |"
-    for entry in parts.values():
-        cells = [
-            entry["op"],
-            entry["operands"],
-            _number(entry["first_ratio"]),
-            _number(entry["cudnn_us"]),
-            _number(entry["xla_us"]),
-            entry["implementation"],
-        ]
-        yield f"| {' | '.join(cells)} |"
+    yield from table(
+        "graph | operands | >first / best | >cuDNN, µs | >XLA, µs | chosen",
+        (
+            [
+                *(entry["op"], entry["operands"], _number(entry["first_ratio"])),
+                *(_number(entry["cudnn_us"]), _number(entry["xla_us"])),
+                entry["implementation"],
+            ]
+            for entry in parts.values()
+        ),
+    )
 
 
 def _seconds(data: dict[str, Any]) -> dict[str, list[float]]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks.harness.call_times import batched, timed
 from benchmarks.harness.contest import BOTH, FORWARD, Function, program
 from benchmarks.harness.operands import as_operand, count_of, drawn_sets
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.page import measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Timing, summary
 from benchmarks.xla.xla_form_cells import Workload, workloads
@@ -159,14 +159,8 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     if over:
         lines += ["", *(f"- {_place(row, what)}" for row, what in over)]
-    lines += [
-        "",
-        "| operation | size | µs | forward | µs | with gradients | µs | of a loss |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        cells = [_cell(row.get(what)) for what in (FORWARD, BOTH, _LOSS)]
-        lines.append(f"| {row['operation']} | {row['size']} | {' | '.join(cells)} |")
+    columns = "operation | size | >µs | >forward | >µs | >with gradients | >µs "
+    lines += ["", *table(f"{columns} | >of a loss", map(_cells, rows))]
     return page(
         data,
         lines,
@@ -176,8 +170,12 @@ def markdown(data: dict[str, Any]) -> str:
     )
 
 
-def _cell(found: Mapping[str, Any] | None) -> str:
-    return f"{found['us']:.1f} | {found['ratio']:.2f}" if found else "|"
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    found = [row["operation"], row["size"]]
+    for what in (FORWARD, BOTH, _LOSS):
+        times = row.get(what)
+        found += [f"{times['us']:.1f}", f"{times['ratio']:.2f}"] if times else ["", ""]
+    return found
 
 
 def _place(row: Mapping[str, Any], what: str) -> str:
