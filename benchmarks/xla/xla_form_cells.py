@@ -48,7 +48,7 @@ class Workload:
 def workloads(*, small: bool) -> list[Workload]:
     """Return the workloads, or small ones, of which each operation has one a dtype."""
     made = [*_norms(small), *_products(small), *_attention(small), *_pools(small)]
-    return [*made, *_grouped(small)]
+    return [*made, *_depthwise(small), *_grouped(small)]
 
 
 def _sizes(
@@ -189,6 +189,44 @@ def _grouped(small: bool) -> Iterator[Workload]:
                 sizes,
             ),
         )
+
+
+def _depthwise(small: bool) -> Iterator[Workload]:
+    """Yield depthwise convolutions: images or sequences, window, step and dilation."""
+    sizes = [((32, 1024, 256), 5, 1, 4), ((8, 8192, 1024), 4, 1, 1)]
+    sizes += [((128, 56, 56, 144), 3, 1, 1), ((128, 56, 56, 144), 3, 2, 1)]
+    sizes += [((128, 28, 28, 240), 5, 1, 1), ((1, 124, 124, 256), 3, 1, 1)]
+    if small:
+        sizes = [((2, 9, 16), 3, 1, 2), ((2, 6, 5, 16), 3, 2, 1)]
+    for shape, window, step, dilation in sizes:
+        for dtype in (_NARROW, _WIDE):
+            yield _depthwise_of(shape, window, step, dilation, dtype)
+
+
+def _depthwise_of(
+    shape: _Shape, window: int, step: int, dilation: int, dtype: str
+) -> Workload:
+    axes, channels = len(shape) - 2, shape[-1]
+    options: dict[str, Any] = {
+        "window_strides": (step,) * axes,
+        "padding": "SAME",
+        "rhs_dilation": (dilation,) * axes,
+        "dimension_numbers": _NHWC if axes == 2 else ("NWC", "WIO", "NWC"),
+        "feature_group_count": channels,
+    }
+    filters = (*[window] * axes, 1, channels)
+    more = f", step {step}" if step > 1 else ""
+    more += f", dilation {dilation}" if dilation > 1 else ""
+    return Workload(
+        operation=_named(f"depthwise conv {'x'.join([str(window)] * axes)}", dtype),
+        size=f"({','.join(map(str, shape))}){more}",
+        ours=lambda x, w: jax_cudnn.conv(x, w, **options),
+        plain={"lax.conv": lambda x, w: jax.lax.conv_general_dilated(x, w, **options)},
+        operands=(
+            Operand(shape, dtype=dtype),
+            Operand(filters, window ** (-0.5 * axes), dtype=dtype),
+        ),
+    )
 
 
 # --- attention and pooling ------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that attention's options are the same in all functions that take them."""
+"""Tests that options of attention and of norms are the same in all their functions."""
 
 import dataclasses
 import inspect
@@ -14,6 +14,7 @@ from jax_cudnn import f8, parallel
 from jax_cudnn.flax import linen as linen_layers
 from jax_cudnn.flax import nnx as nnx_layers
 from jax_cudnn.ops.attention import options
+from jax_cudnn.ops.norms.options import NormCall, NormOptions, OneResultOptions
 
 pytestmark = pytest.mark.once
 
@@ -27,23 +28,49 @@ _KEYWORDS = {
     f8.sdpa: options.F8Options,
     f8.quantized_sdpa: options.F8Options,
 }
+_ATTENTION = tuple(_KEYWORDS)
+_KEYWORDS |= {
+    jax_cudnn.layer_norm: NormOptions,
+    jax_cudnn.rms_norm: NormOptions,
+    jax_cudnn.group_norm: NormOptions,
+    jax_cudnn.instance_norm: NormOptions,
+    jax_cudnn.batch_norm: NormOptions,
+    jax_cudnn.adaptive_layer_norm: NormOptions,
+}
 _FUNCTIONS = pytest.mark.parametrize(
     "function", _KEYWORDS, ids=lambda f: f"{f.__module__}.{f.__name__}"
 )
-# A query over a cache is one of the last tokens.
 _OTHER_DEFAULTS = {
-    (jax_cudnn.cached_sdpa, "is_causal"),
-    (jax_cudnn.paged_sdpa, "is_causal"),
+    # A query over a cache is one of the last tokens.
+    (jax_cudnn.cached_sdpa, "is_causal"): True,
+    (jax_cudnn.paged_sdpa, "is_causal"): True,
+    # As in Flax.
+    (jax_cudnn.batch_norm, "epsilon"): 1e-5,
 }
 _FIELDS = {each.name: each for each in dataclasses.fields(options.AttentionCall)}
+_NORM_FIELDS = {each.name: each for each in dataclasses.fields(NormCall)}
+
+
+def _fields(function: Callable[..., Any]) -> dict[str, Any]:
+    return _FIELDS if function in _ATTENTION else _NORM_FIELDS
 
 
 @pytest.mark.parametrize(
-    "keywords", [*dict.fromkeys([*_KEYWORDS.values(), options.LayerOptions])]
+    ("keywords", "fields"),
+    [
+        (options.LayerOptions, _FIELDS),
+        (options.SdpaOptions, _FIELDS),
+        (options.CachedOptions, _FIELDS),
+        (options.F8Options, _FIELDS),
+        (OneResultOptions, _NORM_FIELDS),
+        (NormOptions, _NORM_FIELDS),
+    ],
 )
-def test_keywords_have_the_types_of_the_fields(keywords: Any) -> None:
+def test_keywords_have_the_types_of_the_fields(
+    keywords: Any, fields: dict[str, Any]
+) -> None:
     for name, annotation in keywords.__annotations__.items():
-        assert annotation.__forward_arg__ == _FIELDS[name].type, name
+        assert annotation.__forward_arg__ == fields[name].type, name
 
 
 @_FUNCTIONS
@@ -52,15 +79,15 @@ def test_signatures_have_the_options_with_their_defaults(
 ) -> None:
     found = inspect.signature(function).parameters
     assert all(each.kind is not each.VAR_KEYWORD for each in found.values())
-    assert {"bias", "mask"} <= found.keys() or not {"bias", "mask"} & found.keys()
+    if function in _ATTENTION:
+        assert len({"bias", "mask"} & found.keys()) != 1
     for name in _KEYWORDS[function].__optional_keys__:
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY
-        if (function, name) in _OTHER_DEFAULTS:
-            assert found[name].default is True
-        else:
-            assert found[name].default == _FIELDS[name].default
+        default = _fields(function)[name].default
+        default = _OTHER_DEFAULTS.get((function, name), default)
+        assert found[name].default == default
     text = str(inspect.signature(function))
-    assert "scale: float | None = None" in text
+    assert "plan: PlanOptions | None = None" in text
     assert "Union" not in text
     assert len(text) < 900
 
@@ -72,6 +99,7 @@ def test_docstrings_describe_each_argument_once(function: Callable[..., Any]) ->
     found = re.findall(r"^  (\S+?): ", arguments, re.MULTILINE)
     assert sorted(found) == sorted(inspect.signature(function).parameters)
     assert "AttentionCall" not in doc
+    assert "NormCall" not in doc
     assert max(map(len, doc.splitlines())) <= 84
 
 
@@ -84,7 +112,7 @@ def test_an_unknown_keyword_is_refused_before_a_missing_argument(
         function(q=1)
     name = next(iter(inspect.signature(function).parameters))
     with pytest.raises(TypeError, match=f"missing .*'{name}'"):
-        function(scale=1.0)
+        function(implementation="xla")
 
 
 @pytest.mark.parametrize(
