@@ -40,7 +40,6 @@ from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, compare
 from benchmarks.harness.torch_side import torch
 from benchmarks.harness.versions import environment
-from benchmarks.products import fusion_report
 from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function
 from benchmarks.products.fusion_report import (
     BOTH,
@@ -49,7 +48,11 @@ from benchmarks.products.fusion_report import (
     TUNED,
     UNTUNED,
     XLA,
+    made_by,
     markdown,
+    merged,
+    read,
+    tuned_choices,
 )
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
@@ -389,15 +392,11 @@ def measured_rates(*, tiny: bool) -> tuple[float, float]:
 
 def selected(options: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells that the options ask for."""
-    done = {cell["cell"] for path in options.skip for cell in _read(path)["cells"]}
+    done = {cell["cell"] for path in options.skip for cell in read(path)["cells"]}
     for cell in CELLS:
         is_wanted = not options.group or cell.group in options.group
         if is_wanted and re.search(options.cells, cell.key) and cell.key not in done:
             yield cell
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -446,50 +445,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return data
 
 
-def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the cells of several runs in their usual order; later files win."""
-    runs: list[dict[str, Any]] = []
-    cells: dict[str, dict[str, Any]] = {}
-    failures: dict[str, dict[str, Any]] = {}
-    for data in map(_read, paths):
-        for cell in data["cells"]:
-            # A merged file's cells know their run already.
-            number = len(runs) + cell.get("run", 0)
-            cells[cell["cell"]] = {**cell, "run": number}
-        failures |= {failure["cell"]: failure for failure in data["failures"]}
-        runs += data["runs"]
-    order = {cell.key: i for i, cell in enumerate(CELLS)}
-    keys = sorted(cells, key=lambda key: order.get(key, len(order)))
-    return {
-        "runs": runs,
-        "cells": [cells[key] for key in keys],
-        "failures": [f for key, f in failures.items() if key not in cells],
-    }
-
-
 def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Write the report, and the tuned choices where asked for."""
     Table(folder=options.out, name="fusion", markdown=markdown).write(data)
     if options.tune_out is not None:
         options.tune_out.parent.mkdir(parents=True, exist_ok=True)
-        choices.write(options.tune_out, tuned_choices(data), _made(data))
-
-
-def tuned_choices(data: dict[str, Any]) -> dict[Key, Choice]:
-    """Return what tuning chose in all cells."""
-    names = [field.name for field in dataclasses.fields(Key)]
-    found: dict[Key, Choice] = {}
-    for cell in data["cells"]:
-        for entry in cell["tuning"]:
-            fields = dict(entry)
-            key = Key(**{name: fields.pop(name) for name in names})
-            found[key] = Choice(**fields)
-    return found
-
-
-def _made(data: dict[str, Any]) -> str:
-    origins = dict.fromkeys(fusion_report.origin(info) for info in data["runs"])
-    return "; ".join(["benchmarks.fusion", *origins])
+        choices.write(options.tune_out, tuned_choices(data), made_by(data))
 
 
 def main() -> None:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fusion benchmarks' report: goals met and missed, and a table for each group.
 
-It reads what fusion.py measured, and needs no GPU.
+It reads and merges what fusion.py measured, and needs no GPU.
 """
 
+import dataclasses
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.page import spread, table, versions_text
-from benchmarks.products.fusion_cells import GOALS, GROUPS
+from benchmarks.products.fusion_cells import CELLS, GOALS, GROUPS
+from jax_cudnn.choices import Choice, Key
 
 FORWARD, BOTH = "fwd", "fwd+bwd"
 XLA, TUNED, UNTUNED, TORCH = "XLA", "tuned", "untuned", "torch"
@@ -63,6 +67,56 @@ def rows(data: dict[str, Any]) -> list[Row]:
 def origin(info: dict[str, Any]) -> str:
     """Return where and when a run's numbers were taken."""
     return f"{versions_text(info['environment'])}, {info['date']}"
+
+
+# --- data of several runs -------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the data of a run."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the cells of several runs in their usual order; later files win."""
+    runs: list[dict[str, Any]] = []
+    cells: dict[str, dict[str, Any]] = {}
+    failures: dict[str, dict[str, Any]] = {}
+    for data in map(read, paths):
+        for cell in data["cells"]:
+            # A merged file's cells know their run already.
+            number = len(runs) + cell.get("run", 0)
+            cells[cell["cell"]] = {**cell, "run": number}
+        failures |= {failure["cell"]: failure for failure in data["failures"]}
+        runs += data["runs"]
+    order = {cell.key: i for i, cell in enumerate(CELLS)}
+    keys = sorted(cells, key=lambda key: order.get(key, len(order)))
+    return {
+        "runs": runs,
+        "cells": [cells[key] for key in keys],
+        "failures": [f for key, f in failures.items() if key not in cells],
+    }
+
+
+def tuned_choices(data: dict[str, Any]) -> dict[Key, Choice]:
+    """Return what tuning chose in all cells."""
+    names = [field.name for field in dataclasses.fields(Key)]
+    found: dict[Key, Choice] = {}
+    for cell in data["cells"]:
+        for entry in cell["tuning"]:
+            fields = dict(entry)
+            key = Key(**{name: fields.pop(name) for name in names})
+            found[key] = Choice(**fields)
+    return found
+
+
+def made_by(data: dict[str, Any]) -> str:
+    """Return what says where choices are from."""
+    origins = dict.fromkeys(origin(info) for info in data["runs"])
+    return "; ".join(["benchmarks.fusion", *origins])
+
+
+# --- the page -------------------------------------------------------------------------
 
 
 def markdown(data: dict[str, Any]) -> str:
