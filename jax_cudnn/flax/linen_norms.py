@@ -95,7 +95,7 @@ class LayerNorm(_Norm, linen.LayerNorm):
 
         \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
 
-    The variance is always that of centred values: `use_fast_variance` changes nothing.
+    The mean is always subtracted before squaring: `use_fast_variance` has no effect.
     Reduction axes that are not the feature axes are left to Flax.
 
     Attributes:

@@ -98,10 +98,10 @@ def quantized_sdpa(
     :func:`jax_cudnn.f8.sdpa` runs, and its f8 result is dequantised.
 
     Differentiable in query, key and value, in both modes and any order. The derivative
-    is that of :func:`jax_cudnn.sdpa` at the rounded operands, where rounding and
-    saturation count as the identity. First-order reverse mode runs cuDNN's 16-bit
-    backward kernel on the rounded operands, the f8 output and the log-sum-exp of the
-    forward pass. Scales have no gradient.
+    is the one of :func:`jax_cudnn.sdpa` at the rounded operands. It treats rounding and
+    saturation as the identity. First-order reverse mode runs cuDNN's 16-bit backward
+    kernel on the rounded operands, the f8 output and the log-sum-exp of the forward
+    pass. Scales have no gradient.
 
     Args:
       query: (b, s, h, d) or (s, h, d); bf16 or f16. Axis letters as in `f8.sdpa`.

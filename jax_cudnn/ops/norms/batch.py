@@ -105,13 +105,13 @@ def batch_norm(
         \mathrm{new\ running\ mean} &= \mathrm{momentum} \cdot
             \mathrm{running\_mean} + (1 - \mathrm{momentum}) \cdot \mathrm{mean}
 
-    and likewise the running variance, of the same var. This is what
-    `flax.nnx.BatchNorm` computes. PyTorch keeps the unbiased variance, and its momentum
-    is 1 minus this one. With `use_running_average` the running values take the place of
-    mean and var, and stay as they are.
+    and likewise the running variance, from var. This is what `flax.nnx.BatchNorm`
+    computes. PyTorch's running variance is unbiased, and its momentum is 1 minus this
+    one. With `use_running_average`, the running values are used in place of mean and
+    var, and are not updated.
 
-    The running values are values: they come in, and new ones go out. Dtypes and
-    transformations are those of :func:`layer_norm`.
+    There is no hidden state: running values are arguments, and new ones are returned.
+    Dtypes and transformations are as in :func:`layer_norm`.
 
     Axis letters: n rows, which are all axes but the channels; c channels.
 
@@ -122,8 +122,8 @@ def batch_norm(
       running_mean: (c,), with `running_var` or not at all. Default None.
       running_var: (c,). Default None.
       use_running_average: whether to normalise by the running values, for inference.
-        XLA does that, and fuses it with what is around. Default False.
-      channel_axis: which axis of x the channels are. Default -1; elsewhere they are
+        XLA computes this, fused with the operations around it. Default False.
+      channel_axis: the axis of x that has the channels. Default -1; any other axis is
         moved to the end first.
       momentum: the share of the old running values that the new ones keep, a Python
         number from 0 to 1. Default 0.99, as in Flax.

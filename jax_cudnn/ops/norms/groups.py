@@ -91,8 +91,9 @@ def group_norm(
       bias: likewise. Default None: 0.
       groups: g, a divisor of the number of channels. As many as there are channels is
         :func:`instance_norm`.
-      channel_axis: which axis of x the channels are. Default -1. Where it follows the
-        axes of the images, x is read as it is; elsewhere it is moved to the end first.
+      channel_axis: the axis of x that has the channels. Default -1. The last axis and
+        the one directly after `batch_axes` are read in place; any other axis is moved
+        to the end first.
       batch_axes: the axes of the images, one or several. Default 0. All others are
         positions.
       **options: as in :class:`NormCall`.
