@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.core import min_dim
 from jax.typing import ArrayLike
 
+from jax_cudnn.lowering import min_dim
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_int,
