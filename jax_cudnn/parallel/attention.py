@@ -12,12 +12,13 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.attention.attend import of_rows
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.score_mod import Positions
 from jax_cudnn.ops.attention.sinks import with_sinks
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.attention.visibility.predicates import Tokens
 from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.blocks import Partial, accumulator
@@ -72,7 +73,7 @@ def sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,

@@ -9,11 +9,12 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.call import run_sdpa
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.qkv import QkvLayout, check_qkv
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import as_operand
 from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.signatures import takes
 
 
 @overload
@@ -58,7 +59,7 @@ def qkv_sdpa(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def qkv_sdpa(
     qkv: ArrayLike,
     bias: ArrayLike | None = None,

@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.call import run_sdpa
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.signatures import takes
 
 
 @overload
@@ -59,7 +60,7 @@ def sdpa(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,

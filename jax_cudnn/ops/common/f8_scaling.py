@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.ops.common.arguments import as_operand, check_flag, describe
@@ -26,6 +27,11 @@ class Quantized(NamedTuple):
 
     values: jax.Array
     scale: jax.Array
+
+
+export.register_namedtuple_serialization(
+    Quantized, serialized_name="jax_cudnn.f8.Quantized"
+)
 
 
 def amax(x: ArrayLike) -> jax.Array:

@@ -13,9 +13,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import CausalConvAttributes, causal_conv1d_graph
 from jax_cudnn.lowering import (
+    explicit_spec,
     gathered_along,
+    is_explicitly_sharded,
     run_graph,
     sharded_where_free,
     weakly_typed,
@@ -143,7 +146,8 @@ def causal_conv1d(
       TypeError: dtypes other than those above, or w of another one than x.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here, as with
         `segment_ids` (raised when the function is compiled for a GPU), or there are
-        symbolic dimensions (raised at once).
+        symbolic dimensions (raised at once);
+        types of `initial_state` and x whose shardings contradict each other.
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
@@ -323,7 +327,17 @@ def _with_whole_steps(
     if "segment_ids" in arrays:
         found["segment_ids"] = whole(arrays["segment_ids"], -1)
     if state is not None:
-        state = sharded_where_free(whole(state, layout.steps), found["x"])
+        state = whole(state, layout.steps)
+        found["x"] = sharded_where_free(found["x"], state)
+        state = sharded_where_free(state, found["x"])
+        specs = [explicit_spec(x) for x in (state, found["x"])]
+        if is_explicitly_sharded(state) and specs[0] != specs[1]:
+            raise UnsupportedError(
+                f"{_OP}: the types of initial_state and x are sharded over {specs[0]} "
+                f"and {specs[1]}. They must be sharded alike, since the state is put "
+                "before the steps of x. Reshard one of them with "
+                "jax.sharding.reshard, or use a mesh with AxisType.Auto."
+            )
     return state, found
 
 

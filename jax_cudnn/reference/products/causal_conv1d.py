@@ -106,6 +106,9 @@ def _activated(activation: str, floats: Operands, ids: jax.Array | None) -> jax.
 
 def _sums(x: jax.Array, w: jax.Array, ids: jax.Array | None) -> jax.Array:
     taps, steps = w.shape[0], x.shape[1]
+    if not isinstance(taps, int):  # A symbolic number is compared with no other one.
+        one = jnp.zeros(x.shape[:2], jnp.int32)
+        return _looped(x, w, one if ids is None else ids)
     if taps > _MOST_UNROLLED:
         return _convolved(x, w) if ids is None else _looped(x, w, ids)
     front = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
-from jax_cudnn import causal_conv1d
+from jax_cudnn import UnsupportedError, causal_conv1d
 from jax_cudnn.lowering import traced_graphs
 from tests.common.devices import Spec, mesh_of, placed
 from tests.common.evaluating import evaluate
@@ -277,6 +277,7 @@ def test_sharded_types_with_a_state(draw: Draw) -> None:
         (("x",), (), (), ("x",), ("x",)),
         (("x", None, "y"), (None, "y"), ("y",), ("x",), ("x",)),
         ((None, "y"), (), (), (), (None, "y")),
+        (("x",), (), ("y",), (None, None, "y"), ()),
     )
     for specs in cases:
         given = placed(mesh, (x, w, bias, state, ids), specs)
@@ -285,6 +286,10 @@ def test_sharded_types_with_a_state(draw: Draw) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
         batch = jax.typeof(got[0]).sharding.spec[0]
         assert batch == jax.typeof(given[0]).sharding.spec[0]
+    given = placed(mesh, (x, w, bias, state, ids), (("x",), (), (), ("y",), ()))
+    told = "initial_state and x are sharded over ('y', None, None) and ('x', None"
+    with pytest.raises(UnsupportedError, match=re.escape(told)):
+        jax.jit(run)(*given)
 
 
 def test_what_is_refused() -> None:

@@ -48,6 +48,7 @@ from jax_cudnn.ops.attention.visibility.bands import (
     least,
 )
 from jax_cudnn.ops.attention.visibility.predicates import Overrun, Predicate, Tokens
+from jax_cudnn.ops.common.pytrees import as_pytree
 
 Alignment = Literal["top-left", "bottom-right", "cache"]
 
@@ -151,12 +152,8 @@ def mask_class(cls: _Class) -> _Class:
     """Make a class of masks a dataclass and a pytree."""
     made = dataclass(frozen=True, repr=False, eq=not cls._arrays)(cls)
     names = [field.name for field in dataclasses.fields(made)]  # type: ignore[arg-type]
-    jax.tree_util.register_dataclass(
-        made,
-        data_fields=[*cls._arrays],
-        meta_fields=[name for name in names if name not in cls._arrays],
-    )
-    return made
+    static = [name for name in names if name not in cls._arrays]
+    return as_pytree(made, "jax_cudnn.masks", static)
 
 
 @mask_class

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 
 from jax_cudnn.lowering import explicit_spec, is_explicitly_sharded
 from jax_cudnn.ops.common.arguments import describe
@@ -82,8 +83,9 @@ class Settings:
             return None
         choices = self.rule.top_k * tokens
         # As it is written: 1.1 of 10 rows are 11, and as a binary number a little more.
-        factor = Fraction(str(self.capacity_factor))
-        return min(choices, math.ceil(factor * choices / experts))
+        share = Fraction(str(self.capacity_factor)) / experts
+        # Rounded up. The number of tokens may be symbolic.
+        return min_dim(choices, -(-choices * share.numerator // share.denominator))
 
 
 def _is_bound(name: str) -> bool:
@@ -195,7 +197,7 @@ def _choices(
         wanted = jax.lax.all_gather(wanted[0], settings.expert)
         device = jax.lax.axis_index(settings.expert)
     sizes = _kept(wanted, capacity)
-    rows = t * k if capacity is None else min(t * k, count * capacity)
+    rows = t * k if capacity is None else min_dim(t * k, count * capacity)
     permutation = permutation_of(experts, sizes[device], rows)
     source, target = permutation.source, permutation.target
 
@@ -205,7 +207,7 @@ def _choices(
     if settings.expert:
         room = devices * t * k
         if capacity is not None:
-            room = min(room, len(weights.up_w) * capacity)
+            room = min_dim(room, len(weights.up_w) * capacity)
         by_device = sizes.reshape(devices, devices, len(weights.up_w))
         exchange = Exchange(permutation, by_device, settings.expert)
         y, following = compute(exchange.send(tokens, room), exchange.group_sizes)

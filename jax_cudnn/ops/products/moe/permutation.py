@@ -7,10 +7,12 @@ of both, are gathers: no gradient is a scatter that adds rows in an unknown orde
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.core import min_dim
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.common.arguments import (
@@ -19,10 +21,11 @@ from jax_cudnn.ops.common.arguments import (
     check_integers,
     describe,
 )
+from jax_cudnn.ops.common.pytrees import as_pytree
 from jax_cudnn.reference.products.grouped_matmul import Groups
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(as_pytree, module="jax_cudnn.moe")
 @dataclass(frozen=True)
 class Permutation:
     """Which row each choice of a token has once the rows lie expert by expert.
@@ -103,8 +106,8 @@ def permutation(
     kept = total_counts(chosen, num_experts)
     rows = chosen.size
     if capacity is not None:
-        kept = jnp.minimum(kept, min(capacity, chosen.size))
-        rows = min(rows, num_experts * capacity)
+        kept = jnp.minimum(kept, min_dim(capacity, chosen.size))
+        rows = min_dim(rows, num_experts * capacity)
     return permutation_of(chosen, kept, rows)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +24,14 @@ from jax_cudnn.ops.common.arguments import (
     describe,
 )
 from jax_cudnn.ops.common.meshes import AxisName, names_in
+from jax_cudnn.ops.common.pytrees import as_pytree
 from jax_cudnn.ops.products.matmul import matmul
 from jax_cudnn.ops.products.moe.permutation import total_counts, wide_dtype
 
 Scores = Literal["softmax", "sigmoid"]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(as_pytree, module="jax_cudnn.moe")
 @dataclass(frozen=True)
 class Auxiliary:
     """Losses of a mixture of experts, and how tokens are spread over the experts.
@@ -57,7 +59,7 @@ class Auxiliary:
     dropped: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(as_pytree, module="jax_cudnn.moe")
 @dataclass(frozen=True)
 class Routing:
     """The experts of each token.
