@@ -33,13 +33,18 @@ def _no_names(op: str, argument: str, axis: object) -> TypeError:
     )
 
 
+def check_name(op: str, argument: str, axis: AxisName | None) -> None:
+    """Raise TypeError unless an argument names one axis at least."""
+    if not check_names(op, argument, axis):
+        raise _no_names(op, argument, axis)
+
+
 def size_along(op: str, argument: str, axis: AxisName, otherwise: str = "") -> int:
     """Return how many devices there are along an axis of the surrounding shard_map.
 
     ``otherwise`` is what to do without such an axis, beside adding it.
     """
-    if not check_names(op, argument, axis):
-        raise _no_names(op, argument, axis)
+    check_name(op, argument, axis)
     try:
         return jax.lax.axis_size(axis)
     except NameError:
@@ -54,6 +59,11 @@ def size_along(op: str, argument: str, axis: AxisName, otherwise: str = "") -> i
 def mesh_of(op: str, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     """Return a mesh, or the one that is set; raise ValueError if there is none."""
     found = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not isinstance(found, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{op}: mesh is {type(mesh).__name__}. It must be a jax.sharding.Mesh, as "
+            "jax.make_mesh returns it, or an AbstractMesh."
+        )
     if found.empty:
         raise ValueError(
             f"{op}: there is no mesh. Pass one as mesh, for example "
