@@ -115,13 +115,19 @@ build: .venv/.installed  ## install the working tree, editable, in .venv
 .PHONY: test
 test: checks test-newest test-oldest  ## what CI checks, in less than half an hour
 
-# Side by side: each keeps one core busy for most of its time, and CI has two.
+# Makes the targets $(2), with $(1) beside them, whose output follows: most of these keep
+# one core or the network busy, and CI has two cores.
+define beside
+@mkdir -p build
+@$(MAKE) --no-print-directory $(1) > build/beside.log 2>&1 & beside=$$!; \
+$(MAKE) --no-print-directory $(2); failed=$$?; \
+wait $$beside || failed=1; cat build/beside.log; exit $$failed
+endef
+
 .PHONY: checks
-checks: .venv-tools/.installed .venv-oldest/.installed .venv-docs/.installed  ## lint, types and docs
-	@mkdir -p build
-	@$(MAKE) --no-print-directory lint types > build/checks.log 2>&1 & judged=$$!; \
-	$(MAKE) --no-print-directory docs; failed=$$?; \
-	wait $$judged || failed=1; cat build/checks.log; exit $$failed
+checks:  ## lint, types and docs
+	$(call beside,lint,.venv-oldest/.installed .venv-docs/.installed)
+	$(call beside,types,docs)
 
 .PHONY: test-all
 test-all: tidy  ## `make test` with clang-tidy, and with all cases of every test

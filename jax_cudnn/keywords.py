@@ -34,7 +34,7 @@ SAME = {
     "value_pages": "v_pages v_cache value_cache value v",
     "page_table": "block_table block_tables page_indices page_tables",
     "mask": "attention_mask",
-    "bias": "attn_bias attention_bias",
+    "bias": "attn_bias attention_bias core_attention_bias",
     "scale": "softmax_scale sm_scale logits_scale scale_factor attn_scale",
     "dropout_rate": "dropout_p dropout attention_dropout attn_dropout p rate",
     "dropout_key": "dropout_rng dropout_seed rng prng_key rng_key seed",
@@ -104,6 +104,12 @@ _GRADIENTS = (
 )
 _PACKED = "Pass mask=masks.Packed(offsets)."
 _SEGMENTS = "Pass mask=masks.Segments(ids) or masks.Packed.from_segment_ids(ids)."
+_LONGEST = "Leave it out, or pass mask=masks.Packed(offsets, max_length=...)."
+_PADDING = (
+    "Where True means padding, pass mask=~padding[:, None, None, :]. For padding on "
+    "the right, key_value_seq_lengths takes no memory."
+)
+_NO_WEIGHTS = "Attention weights are not stored, and cannot be returned."
 _SOFTCAP = "Pass score_mod=score_mods.softcap(cap)."
 _STATISTICS = "Did you mean use_running_average? It is True for inference."
 _MASK_OR_BIAS = (
@@ -122,11 +128,20 @@ ADVICE = {
         **dict.fromkeys(
             ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _PACKED
         ),
+        **dict.fromkeys(
+            ("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"), _LONGEST
+        ),
+        "key_padding_mask": _PADDING,
+        "attn_mask_type": "Pass is_causal=True, or a mask of jax_cudnn.masks.",
+        "block_mask": "Pass a mask of jax_cudnn.masks, or an array of bools.",
         **dict.fromkeys(("segment_ids", "q_segment_ids", "kv_segment_ids"), _SEGMENTS),
     },
     "key": {
         "enable_gqa": "Leave it out: key and value may have fewer heads than query.",
     },
+    "return_residual": dict.fromkeys(
+        ("need_weights", "output_attentions", "return_attention_scores"), _NO_WEIGHTS
+    ),
     "dropout_key": {"deterministic": _GRADIENTS},
     "use_running_average": dict.fromkeys(
         ("training", "train", "is_training", "deterministic", "inference"), _STATISTICS

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import on_this_gpu, write_records
+from benchmarks.harness.records import on_this_gpu, write_records
 from jax_cudnn.calibration.rules import entries, of_rows, rules_of, slow_engines
 from jax_cudnn.policy.nearest import LOSS
 from scripts.judged_rules import Judged, judged, of_cells

@@ -16,8 +16,24 @@ if [ -n "${OFFLINE:-}" ]; then
   exit
 fi
 name=${dir#.}
+download() { # installs what jax_cudnn[EXTRAS] and the REQUIREMENTs need
+  scripts/venv.sh "$dir" "$python"
+  local listed needs
+  listed=$("$dir/bin/python" -c "import sys, tomllib
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']
+extras = project['optional-dependencies']
+needs = [*project['dependencies'], *(x for name in sys.argv[1:] for x in extras[name])]
+print(*needs, sep='\n')" ${extras//,/ })
+  mapfile -t needs <<<"$listed"
+  scripts/venv.sh "$dir" "$python" "${needs[@]}" "$@"
+}
+# The network is busy with that while the compiler works.
+trap wait EXIT
+download "$@" &
+downloading=$!
 scripts/build_wheel.sh "$name" "$python"
+wait "$downloading"
 wheel=$(echo "build/wheels/$name"/*.whl)
-# First the file that was just built, whatever its version, then what it needs.
+# First the file that was just built, whatever its version, then what it says it needs.
 scripts/venv.sh "$dir" "$python" --no-deps --force-reinstall "$wheel"
 scripts/venv.sh "$dir" "$python" "$wheel[$extras]" "$@"

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.fusion_cells import CELLS
+from benchmarks.products.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.calibration.rules import (
     TOGETHER,

@@ -272,7 +272,7 @@ def _demo(measured: Entry) -> Iterator[str]:
 def measure() -> Entry:
     """Return what plans.json holds, measured on this machine's GPU."""
     # Here, because writing the page needs none of them.
-    from benchmarks.report import environment
+    from benchmarks.harness.versions import environment
     from jax_cudnn import choices, plans
     from jax_cudnn.lowering.devices import local_target
 
@@ -294,7 +294,7 @@ def measure() -> Entry:
 def _measure_attention(target: Any) -> Iterator[Entry]:
     import jax
 
-    from benchmarks.sdpa import CELLS
+    from benchmarks.attention.sdpa import CELLS
     from jax_cudnn.lowering import traced_graphs
     from jax_cudnn.tuning import measure as measure_part
     from jax_cudnn.tuning.candidate_times import time_candidates
@@ -403,7 +403,7 @@ def main() -> None:
     )
     if parser.parse_args().measure:
         # Here, since the tests load this file without the benchmarks.
-        from benchmarks.records import write_records
+        from benchmarks.harness.records import write_records
 
         write_records(FOLDER / "plans.json", measure())
     (FOLDER / "plans.md").write_text(written(), encoding="utf-8")

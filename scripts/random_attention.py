@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import torch_side
-from benchmarks.torch_side import torch
+from benchmarks.harness import torch_side
+from benchmarks.harness.torch_side import torch
 from jax_cudnn.errors import UnsupportedError
 from scripts import random_runs
 from scripts.random_runs import Key, Record, Suite

@@ -25,8 +25,9 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.harness.page import versions_text
+from benchmarks.harness.records import write_records
+from benchmarks.harness.versions import environment
 from scripts.gpu_report import commit
 
 Record = dict[str, Any]

@@ -26,18 +26,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import torch_side
+from benchmarks.harness import program, torch_side
+from benchmarks.harness.page import gpu_of, page, spread, table
+from benchmarks.harness.records import Table
+from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.models.cudnn_kit import CudnnKit, F8Kit
 from benchmarks.models.every import every
 from benchmarks.models.jax_steps import JaxSteps, drawn, operations
 from benchmarks.models.plain_kit import AllExpertsKit, PlainKit
 from benchmarks.models.torch_kit import TorchSteps, is_there
 from benchmarks.models.zoo import Model
-from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
-from benchmarks.report import environment, last_run_text
-from benchmarks.timing import Contender, alternate, summary
 
-_DATA, _PAGE = "models.json", "models.md"
 _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
 # Of losses, relative to the first and largest, and of outputs, by their norm.
 _BOUND = 0.03
@@ -177,14 +176,6 @@ def measure(
 def markdown(data: dict[str, Any]) -> str:
     """Return the report as a page."""
     lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- What whole models take on a GPU, by several packages. -->",
-        "",
-        "# Whole models",
-        "",
-        "Printed by `python -m benchmarks.models --out docs/benchmarks`; do not edit. "
-        f"{last_run_text(data['environment'])}",
-        "",
         "Weights are f32, matmuls and convolutions bf16. A training step is forward,",
         "backward and AdamW. Times are medians of rounds in which all contenders take",
         "turns. The ratio is to plain JAX with its best attention, with the lowest and",
@@ -199,22 +190,30 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         *(f"- {model.name}: {model.about}" for model in every() if model.about),
         "",
-        "| model | batch | GPU | | contender | ms | ratio | range | compile s "
-        "| tuning s | MiB | temporary | peak |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: "
-        "| ---: | ---: |",
+        *table(
+            "model | batch | GPU | | contender | >ms | >ratio | range | >compile s "
+            "| >tuning s | >MiB | >temporary | >peak",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        share = row["share_of_peak"]
-        lines.append(
-            f"| {row['model']} | {row['size']} | {gpu_of(row)} | {row['what']} "
-            f"| {row['contender']} "
-            f"| {row['ms']:.2f} | {row['ratio']:.3f} "
-            f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} | {row['compile_s']} "
-            f"| {row['tuning_s'] or ''} | {row['mib']} | {row.get('temp_mib', '')} "
-            f"| {'' if share is None else f'{share:.1%}'} |"
-        )
-    return "\n".join(lines) + "\n"
+    return page(
+        data,
+        lines,
+        title="Whole models",
+        comment="What whole models take on a GPU, by several packages.",
+        command="python -m benchmarks.models --out docs/benchmarks",
+        names_gpus=True,
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    share = row["share_of_peak"]
+    return [
+        *(row["model"], row["size"], gpu_of(row), row["what"], row["contender"]),
+        *(f"{row['ms']:.2f}", f"{row['ratio']:.3f}", spread(row, digits=3)),
+        *(row["compile_s"], row["tuning_s"] or "", row["mib"]),
+        *(row.get("temp_mib", ""), "" if share is None else f"{share:.1%}"),
+    ]
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -225,25 +224,28 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _write(folder: Path, data: dict[str, Any]) -> None:
-    write_records(folder / _DATA, data)
-    (folder / _PAGE).write_text(markdown(data))
+def _table(folder: Path, **more: Any) -> Table:
+    return Table(
+        folder=folder,
+        name="models",
+        markdown=markdown,
+        keys=("model", "what"),
+        order=[model.name for model in every()],
+        **more,
+    )
 
 
 def merge(folder: Path, files: Sequence[Path]) -> None:
     """Put the rows of other runs in the place of those that a folder has of them."""
-    rows, data = kept_rows(folder / _DATA), {}
-    names = [model.name for model in every()]
     for file in files:
         data = json.loads(file.read_text(encoding="utf-8"))
-        rows = renewed(rows, kept_rows(file), ["model", "what"], names)
-    _write(folder, {**data, "rows": rows})
+        about = {"steps": data["steps"]}
+        _table(folder, versions=data["environment"], about=about).add(*data["rows"])
 
 
 def main() -> None:
     """Run the models and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser = program.parser(__doc__)
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--part", type=_part, default=(1, 1), help="such as 2/4")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
@@ -252,7 +254,6 @@ def main() -> None:
     parser.add_argument("--no-tuning", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     if options.merge:
         merge(options.out, options.merge)
         return
@@ -265,8 +266,9 @@ def main() -> None:
         and re.search(options.only, _title(model, is_training=is_training))
     ]
     number, count = options.part
-    rows = kept_rows(options.out / _DATA) if options.only or count > 1 else []
-    versions = environment()
+    rows = _table(options.out, about={"steps": options.steps})
+    if not options.only and count == 1:
+        rows.forget()
     with_torch = is_there() and not options.no_torch
     if with_torch:
         torch_side.prefer_fast_convolutions()
@@ -279,11 +281,7 @@ def main() -> None:
             with_tuning=not options.no_tuning,
             steps=options.steps,
         )
-        measured = on_this_gpu(measured, versions)
-        rows = renewed(rows, measured, ["model", "what"], [x.name for x in zoo])
-        # Each time, so that a run that is cut off leaves what it measured.
-        data = {"environment": versions, "steps": options.steps, "rows": rows}
-        _write(options.out, data)
+        rows.add(*measured)
 
 
 def _title(model: Model, *, is_training: bool) -> str:

@@ -2,7 +2,7 @@
 """Models that take long to compile: T5-like, Swin-like and a U-Net of diffusion.
 
 The first two have attention with a learned bias. They are written over the kits of
-JAX alone. benchmarks/compile_times.py compiles them, too.
+JAX alone. benchmarks/models/compile_times.py compiles them, too.
 """
 
 import functools

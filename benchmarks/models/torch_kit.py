@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.torch_side import synchronize, torch
 from benchmarks.models.zoo import Composed, Kind, Model, Weights
-from benchmarks.torch_side import synchronize, torch
 
 F: Any = None if torch is None else torch.nn.functional
 

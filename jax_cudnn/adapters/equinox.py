@@ -16,11 +16,14 @@ except ModuleNotFoundError as error:
     ) from error
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation, Options
+from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.ops.attention.sdpa import sdpa
 from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.arguments import in_front
 from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.products.conv import conv
 from jax_cudnn.ops.products.dot_general import dot_general
@@ -121,7 +124,7 @@ class Conv(eqx.nn.Conv):
           (out_channels, \*spatial axes).
 
         Raises:
-          ValueError: `x` has another number of axes.
+          ValueError: `x` has another number of axes or of channels.
         """
         del key
         if x.ndim != self.num_spatial_dims + 1:
@@ -129,6 +132,12 @@ class Conv(eqx.nn.Conv):
                 f"Conv: x has shape {x.shape}, and one example has "
                 f"{self.num_spatial_dims + 1} axes: channels first, then "
                 f"{self.num_spatial_dims} spatial ones. Use jax.vmap for several."
+            )
+        if x.shape[0] != self.in_channels:
+            raise ValueError(
+                f"Conv: x has shape {x.shape}, with {x.shape[0]} channels on axis 0, "
+                f"and the layer takes {self.in_channels}. Equinox's images have "
+                "channels first: for channels last, pass jnp.moveaxis(x, -1, 0)."
             )
         padding = self.padding
         if self.padding_mode != "ZEROS":
@@ -237,6 +246,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 f"MultiheadAttention: dropout of {rate} needs a random key. Pass key=, "
                 "or inference=True."
             )
+        sizes = (self.num_heads, query.shape[0], key_.shape[0])
+        if not (mask is None or isinstance(mask, Mask)) and not _fits(mask, sizes):
+            raise ValueError(
+                f"MultiheadAttention: mask has shape {jnp.shape(mask)}. Its shape must "
+                f"be {sizes[1:]}, queries by keys, or {sizes}, with one for each head. "
+                "It is for one example: use jax.vmap for several."
+            )
         with on_behalf_of("MultiheadAttention", "sdpa"):
             mixed = sdpa(
                 *_alike(*heads),
@@ -263,7 +279,7 @@ def to_cudnn(model: Any, *, implementation: Implementation = "auto") -> Any:
     `MultiheadAttention`, `Conv`, `Conv1d`, `Conv2d`, `Conv3d` and `Linear` of
     `equinox.nn` are replaced by this module's classes, wherever they are in the model.
     Their arrays are the same ones in the same order, so that saved leaves load before
-    and after. Subclasses are left as they are, since they may compute something else.
+    and after. Subclasses are not converted, since they may compute something else.
 
     Args:
       model: any pytree.
@@ -306,6 +322,11 @@ def to_cudnn(model: Any, *, implementation: Implementation = "auto") -> Any:
             "functions there."
         )
     return found
+
+
+def _fits(mask: ArrayLike, sizes: tuple[int, ...]) -> bool:
+    """Whether a mask broadcasts to (heads, queries, keys)."""
+    return broadcasts_to(in_front(jnp.shape(mask), 4), (1, *sizes))
 
 
 def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:

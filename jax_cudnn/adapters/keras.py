@@ -43,7 +43,8 @@ class LayerReport:
     """What became of a layer.
 
     Attributes:
-      path: the layer's path in the model, as Keras names it.
+      path: the layer's path in the model, as Keras names it; its name before it is
+        built.
       kind: the name of the layer's class.
       is_turned: whether jax_cudnn computes it.
       reason: why it does not, or "".
@@ -156,7 +157,9 @@ def to_cudnn(model: keras.Layer, *, implementation: Implementation = "auto") -> 
         elif (turn := _turn_of(layer)) is not None:
             reason = _turned(layer, turn, implementation)
             found.append(
-                LayerReport(layer.path, type(layer).__name__, not reason, reason)
+                LayerReport(
+                    layer.path or layer.name, type(layer).__name__, not reason, reason
+                )
             )
     return Report(tuple(found))
 

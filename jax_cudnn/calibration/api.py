@@ -98,12 +98,12 @@ def calibrate(
     """Measure this machine's GPU, so that "auto" knows where cuDNN is faster on it.
 
     Calls of the sizes that models have are drawn: matmuls with the operations after
-    them, convolutions, in groups and depthwise ones, norms and attention. The kernels
-    of which least is known are timed by cuDNN and by XLA, until the time is over. What
-    was measured is stored in the cache folder after every batch. This process and all
-    that share the folder go by it, for this kind of GPU. A later call goes on where an
-    earlier one ended, and measures again what was measured with another cuDNN, JAX or
-    driver. Several processes may calibrate at once.
+    them, convolutions, in groups and depthwise ones, norms and attention. Until the
+    time is over, the kernels that are least like those measured before are timed with
+    cuDNN and with XLA. What was measured is stored in the cache folder after every
+    batch. This process and all that share the folder go by it, for this kind of GPU. A
+    later call goes on where an earlier one ended, and measures again what was measured
+    with another cuDNN, JAX or driver. Several processes may calibrate at once.
 
     What was tuned for a program itself (``plans.autotune``) goes before.
 

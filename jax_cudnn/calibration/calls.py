@@ -38,6 +38,8 @@ _DEPTHWISE_WINDOWS = {
 }
 _MOST_DEPTHWISE = 2**33
 _ACTIVATIONS = ("relu", "gelu", "silu")
+# Tokens of attention with a bias: windows of images, and sequences.
+_BIASED_TOKENS = (16, 49, 49, 64, 64, 100, 144, 196, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +345,30 @@ def _attention(draw: _Draw) -> _Drawn:
     return "causal sdpa" if is_causal else "sdpa", run, [q, key, key]
 
 
+def _biased_attention(draw: _Draw) -> _Drawn:
+    """Draw attention with a trained bias that all sequences share, or all windows."""
+    draw.dtype = draw.one_of(("bfloat16", "bfloat16", "float16"))
+    is_masked = draw.chance(0.3)
+    while True:
+        b, s = draw.size(1, 8192, 1), draw.one_of(_BIASED_TOKENS)
+        h, d = draw.one_of((3, 4, 6, 8, 12, 16, 24)), draw.one_of((32, 32, 64, 64, 128))
+        q, bias = draw.array(b, s, h, d), draw.array(1, h, s, s)
+        # XLA's code has all scores in f32.
+        scores = jax.ShapeDtypeStruct((b, h, s, s), jnp.float32)
+        if _fits(b * h * s * s * d, q, bias, scores):
+            break
+
+    def run(
+        q: Any, k: Any, v: Any, bias: Any, *, implementation: Implementation
+    ) -> jax.Array:
+        region = jnp.arange(s) * 2 // s
+        mask = (region[:, None] == region)[None, None] if is_masked else None
+        return sdpa(q, k, v, bias, mask, implementation=implementation)
+
+    name = "masked biased sdpa" if is_masked else "biased sdpa"
+    return name, run, [q, q, q, bias]
+
+
 _KINDS: Sequence[_Kind] = (
     *[_matmul] * 8,
     *[_gated] * 2,
@@ -367,6 +393,11 @@ def drawn_conv_in_groups(number: int) -> Call:
 def drawn_alone(number: int) -> Call:
     """Return the call of a number that is a norm or attention, with no product."""
     return _drawn_of((_norm, _attention), number)
+
+
+def drawn_biased(number: int) -> Call:
+    """Return the call of a number that is attention with a trained bias."""
+    return _drawn_of((_biased_attention,), number)
 
 
 def _drawn_of(kinds: Sequence[_Kind], number: int) -> Call:

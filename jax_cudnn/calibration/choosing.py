@@ -15,6 +15,7 @@ from typing import Any
 from jax_cudnn.calibration.calls import (
     Call,
     drawn_alone,
+    drawn_biased,
     drawn_call,
     drawn_conv_in_groups,
     drawn_grouped,
@@ -31,6 +32,7 @@ from jax_cudnn.policy.nearest import Kernel, between, family_of
 _DRAWN: Sequence[Callable[[int], Call]] = (
     *(drawn_call, drawn_call, drawn_call),
     *(drawn_mlp, drawn_step, drawn_conv_in_groups, drawn_grouped, drawn_alone),
+    drawn_biased,
 )
 # So many kernels are compared, of which the best are taken.
 _AT_HAND = 160

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax-cudnn bench`: times cuDNN's plans and XLA's code for one problem."""
+"""`jax-cudnn bench`: times cuDNN's plans and XLA's code for one call."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_cudnn.choices import Choice
-from jax_cudnn.cli.problems import add_problems
+from jax_cudnn.cli.calls import add_call, call_of
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, operand_text
 from jax_cudnn.lowering import traced_graphs
@@ -25,7 +25,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The times of one part of a problem: a kernel of cuDNN, or XLA's code for it.
+    """The times of one part of a call: a kernel of cuDNN, or XLA's code for it.
 
     ``choice`` has the best plan and XLA in compiled programs, array work included;
     ``timed`` each candidate's kernels by themselves.
@@ -106,26 +106,35 @@ def add_command(commands: Any) -> None:
     """Add the command to argparse's subparsers."""
     parser = commands.add_parser(
         "bench",
-        help="time cuDNN's first plan, all its candidates, and XLA for one problem",
-        description="Times one problem on this machine's GPU, with random operands in "
-        "separate memory. `bench OPERATION --help` tells what an operation takes. For "
-        "example: bench matmul 8192x4096x4096 --bias --activation gelu",
+        help="time cuDNN's first plan, all its candidates, and XLA for one call",
+        description="Times each kernel of a function's calls on this machine's GPU, "
+        "with random operands in separate memory. For example: bench jax_cudnn:matmul "
+        '--args "bf16[8192,4096]" "bf16[4096,4096]" bias="bf16[4096]" activation=gelu',
     )
-    add_problems(parser)
+    add_call(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the times as JSON. The default is a text to read.",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    problem = arguments.make(arguments)
-    if arguments.gradient:
-        problem = problem.gradient()
-    # Traced first: what is wrong with the problem is wrong without a GPU, too.
+    function, operands = call_of(arguments)
+    # Traced first: what is wrong with the call is wrong without a GPU, too.
     found = [
         (part, traced.options)
-        for traced in traced_graphs(problem.function, *problem.operands)
+        for traced in traced_graphs(function, *operands)
         for part in traced.parts
         if _has_contraction(part)
     ]
+    if not found:
+        raise ValueError(
+            "bench: the function calls none of jax_cudnn's operations that a kernel of "
+            "cuDNN computes: attention, matmuls, convolutions, norms or pooling. Name "
+            "one that does, such as jax_cudnn:sdpa."
+        )
     local = local_target()
     if local is None:
         raise LibraryError(

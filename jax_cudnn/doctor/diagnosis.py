@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_cudnn.columns import Block, Heading, Page, Rows, Text
-from jax_cudnn.doctor.findings import Finding, examine
+from jax_cudnn.doctor.finding import Finding
+from jax_cudnn.doctor.findings import examine
 from jax_cudnn.doctor.machine import Facts, gather
 from jax_cudnn.native import version_text
 

@@ -308,7 +308,7 @@ def scores_like(
         raise ValueError(
             f"attention_fn: {name} has shape {list(x.shape)}, which does not broadcast "
             f"to (batch axes, heads, query length, key length) = {list(scores)}. Each "
-            f"of its axes must be 1 or the full size. Insert or expand axes."
+            f"of its axes must be 1 or the full size."
             f"{axes_hint(name, x.shape, scores)}"
         )
     return x

@@ -17,10 +17,16 @@ from flax.core import FrozenDict
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
+from jax_cudnn.lowering import is_on_host
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.masks import Causal, Mask, sorted_arguments
 from jax_cudnn.ops.attention.visibility.predicates import Overrun, Tokens
-from jax_cudnn.ops.common.arguments import check_integers, clipped, options
+from jax_cudnn.ops.common.arguments import (
+    check_integers,
+    clipped,
+    describe,
+    options,
+)
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -283,8 +289,24 @@ def _by_linen(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax
 
 
 def as_bools(mask: jax.Array) -> jax.Array:
-    """Return a mask of numbers as bools; strict promotion compares no bool with 0."""
-    return mask if mask.dtype == jnp.bool_ else mask != 0
+    """Return a mask of numbers as bools; refuse one that is meant to be added.
+
+    Added masks are 0 where a query sees a key, and below 0 elsewhere: the opposite of
+    Flax's. Arrays that are traced or on a GPU are not looked at.
+    """
+    if mask.dtype == jnp.bool_:
+        return mask
+    if is_on_host(mask):
+        numbers = np.asarray(mask)
+        if numbers.size and numbers.min() < 0 and numbers.max() <= 0:
+            raise ValueError(
+                f"attention_fn: mask is {describe(mask)} with numbers from "
+                f"{numbers.min()} to {numbers.max()}. In Flax, 0 masks a key, and any "
+                "other number does not. This looks like a mask that is added to the "
+                "scores, with 0 for visible keys. Pass mask == 0."
+            )
+    # Strict promotion compares no bool with 0.
+    return mask != 0
 
 
 def _visible(q: jax.Array, k: jax.Array, request: Request) -> jax.Array | None:

@@ -162,7 +162,7 @@ def state_variable(
         path = "/".join(module.path) or "the layer"
         raise ValueError(
             f"{type(module).__name__}: {path} has no {name}. Pass the collection "
-            f"{where!r} of `init`, or of the last step, to `apply` beside 'params'. Or "
+            f"{where!r} of `init`, or of the last step, to `apply` with 'params'. Or "
             "use f8.Current(), which has no state."
         )
     return module.variable(where, name, jnp.zeros_like, first)

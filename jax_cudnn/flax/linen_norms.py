@@ -6,7 +6,8 @@ residual it returns what linen's layer returns. With one it returns the output a
 sum of inputs and residual.
 """
 
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,15 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.norms import (
+    Axes,
     Result,
+    Rule,
     as_tuple,
     begin,
     by_flax,
-    normalised_axes,
+    of_channels,
+    of_groups,
+    of_rows,
     result_dtype,
 )
 from jax_cudnn.ops.common.activations import Activation
@@ -49,31 +54,13 @@ def _operands(layer: Any, x: jax.Array, axes: tuple[int, ...]) -> dict[str, Any]
     }
 
 
-class LayerNorm(linen.LayerNorm):
-    r"""`flax.linen.LayerNorm` by :func:`jax_cudnn.layer_norm`.
+class _Norm(linen.Module):
+    """What this package adds to all of linen's norms, and a call for all but BatchNorm.
 
-    .. math::
-
-        \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
-
-    The variance is always that of centred values: `use_fast_variance` changes nothing.
-
-    Attributes:
-      activation: as in `jax_cudnn.layer_norm`. Default None: none.
-      implementation: "auto" (default), "cudnn" or "xla", as there. All other attributes
-        are those of `flax.linen.LayerNorm`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax_cudnn.flax.linen import LayerNorm
-      >>> x = jnp.ones((5, 3, 8))
-      >>> (output, total), _ = LayerNorm().init_with_output(
-      ...     jax.random.key(0), x, residual=x
-      ... )
-      >>> output.shape
-      (5, 3, 8)
+    It precedes linen's class, whose attributes come first nevertheless.
     """
 
+    _rule: ClassVar[Rule]
     activation: Activation | None = None
     implementation: Implementation = "auto"
 
@@ -93,19 +80,44 @@ class LayerNorm(linen.LayerNorm):
           residual: added to x before; x's shape. Default None.
 
         Raises:
-          ValueError, TypeError, LibraryError: as `jax_cudnn.layer_norm`.
+          ValueError, TypeError, LibraryError: as the layer's function of jax_cudnn.
           UnsupportedError: `implementation="cudnn"` with what only Flax computes: a
-            mask, an `axis_name`, reduction axes that are not the feature axes, sums in
-            16 bits.
+            mask, an `axis_name`, axes that the layer leaves to Flax, sums in 16 bits.
         """
-        x, fused, reasons = begin(self, x, residual, mask)
-        axes = normalised_axes(self, x.ndim, reasons)
-        if reasons:
-            return by_flax(linen.LayerNorm, self, x, reasons, fused, mask=mask)
-        return layer_norm(**_operands(self, x, axes), axis=axes, **fused.options)
+        operands = functools.partial(_operands, self)
+        return self._rule.run(self, x, residual, mask, operands)
 
 
-class RMSNorm(linen.RMSNorm):
+class LayerNorm(_Norm, linen.LayerNorm):
+    r"""`flax.linen.LayerNorm` by :func:`jax_cudnn.layer_norm`.
+
+    .. math::
+
+        \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
+
+    The mean is always subtracted before squaring: `use_fast_variance` has no effect.
+    Reduction axes that are not the feature axes are left to Flax.
+
+    Attributes:
+      activation: as in `jax_cudnn.layer_norm`. Default None: none.
+      implementation: "auto" (default), "cudnn" or "xla", as there. All other attributes
+        are those of `flax.linen.LayerNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import LayerNorm
+      >>> x = jnp.ones((5, 3, 8))
+      >>> (output, total), _ = LayerNorm().init_with_output(
+      ...     jax.random.key(0), x, residual=x
+      ... )
+      >>> output.shape
+      (5, 3, 8)
+    """
+
+    _rule = Rule(flax_class=linen.LayerNorm, operation=layer_norm, arguments=of_rows)
+
+
+class RMSNorm(_Norm, linen.RMSNorm):
     """`flax.linen.RMSNorm` by :func:`jax_cudnn.rms_norm`.
 
     Attributes are those of linen's layer, and those that `LayerNorm` adds.
@@ -118,32 +130,32 @@ class RMSNorm(linen.RMSNorm):
       (5, 3, 8)
     """
 
-    activation: Activation | None = None
-    implementation: Implementation = "auto"
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Arguments and errors are those of `LayerNorm`.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        axes = normalised_axes(self, x.ndim, reasons)
-        if reasons:
-            return by_flax(linen.RMSNorm, self, x, reasons, fused, mask=mask)
-        return rms_norm(**_operands(self, x, axes), axis=axes, **fused.options)
+    _rule = Rule(flax_class=linen.RMSNorm, operation=rms_norm, arguments=of_rows)
 
 
-class GroupNorm(linen.GroupNorm):
+def _of_groups(
+    layer: Any, x: jax.Array, reasons: list[str]
+) -> tuple[Axes, dict[str, Any]]:
+    """Return what `of_groups` does, with the groups that linen makes of a size.
+
+    Flax tells of groups that do not fit.
+    """
+    axes, _ = of_groups(layer, x, reasons)
+    channels, count, size = x.shape[-1], layer.num_groups, layer.group_size
+    if size:
+        count = None if count else channels // size
+    if not count or channels % count or (size and channels % size):
+        reasons.append(f"num_groups={layer.num_groups}, group_size={size}")
+    if x.ndim == 1:
+        reasons.append("x has no batch axis")
+    return axes, {"groups": count}
+
+
+class GroupNorm(_Norm, linen.GroupNorm):
     """`flax.linen.GroupNorm` by :func:`jax_cudnn.group_norm`.
 
-    Attributes are those of linen's layer, and those that `LayerNorm` adds.
+    Attributes are those of linen's layer, and those that `LayerNorm` adds. Other
+    `reduction_axes` than all but the first are left to Flax.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -154,42 +166,14 @@ class GroupNorm(linen.GroupNorm):
       (2, 5, 5, 8)
     """
 
-    activation: Activation | None = None
-    implementation: Implementation = "auto"
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Arguments and errors are those of `LayerNorm`; other `reduction_axes` than all
-        but the first are Flax's only, and it tells of groups that do not fit.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        if self.reduction_axes is not None:
-            reasons.append(f"reduction_axes={self.reduction_axes}")
-        channels, count, size = x.shape[-1], self.num_groups, self.group_size
-        if size:
-            count = None if count else channels // size
-        if not count or channels % count or (size and channels % size):
-            reasons.append(f"num_groups={self.num_groups}, group_size={size}")
-        if x.ndim == 1:
-            reasons.append("x has no batch axis")
-        if reasons:
-            return by_flax(linen.GroupNorm, self, x, reasons, fused, mask=mask)
-        assert count is not None
-        return group_norm(**_operands(self, x, (-1,)), groups=count, **fused.options)
+    _rule = Rule(flax_class=linen.GroupNorm, operation=group_norm, arguments=_of_groups)
 
 
-class InstanceNorm(linen.InstanceNorm):
+class InstanceNorm(_Norm, linen.InstanceNorm):
     """`flax.linen.InstanceNorm` by :func:`jax_cudnn.instance_norm`.
 
-    Attributes are those of linen's layer, and those that `LayerNorm` adds.
+    Attributes are those of linen's layer, and those that `LayerNorm` adds. Several
+    `feature_axes`, and the first axis among them, are left to Flax.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -200,34 +184,12 @@ class InstanceNorm(linen.InstanceNorm):
       (2, 5, 5, 8)
     """
 
-    activation: Activation | None = None
-    implementation: Implementation = "auto"
-
-    @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Arguments and errors are those of `LayerNorm`; several `feature_axes`, and the
-        first axis among them, are Flax's only.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        channels = as_tuple(self.feature_axes)
-        if len(channels) != 1 or channels[0] % x.ndim == 0:
-            reasons.append(f"feature_axes={self.feature_axes}")
-        if reasons:
-            return by_flax(linen.InstanceNorm, self, x, reasons, fused, mask=mask)
-        return instance_norm(
-            **_operands(self, x, channels), channel_axis=channels[0], **fused.options
-        )
+    _rule = Rule(
+        flax_class=linen.InstanceNorm, operation=instance_norm, arguments=of_channels
+    )
 
 
-class BatchNorm(linen.BatchNorm):
+class BatchNorm(_Norm, linen.BatchNorm):
     """`flax.linen.BatchNorm` by :func:`jax_cudnn.batch_norm`.
 
     Attributes are those of linen's layer, and those that `LayerNorm` adds. The running
@@ -241,9 +203,6 @@ class BatchNorm(linen.BatchNorm):
       >>> y.shape
       (2, 5, 5, 8)
     """
-
-    activation: Activation | None = None
-    implementation: Implementation = "auto"
 
     @linen.compact
     def __call__(

@@ -122,12 +122,13 @@ class F8DotGeneral(_F8Product):
 
     It runs :func:`jax_cudnn.f8.dot_general`: forward and in both gradients. lhs is the
     layer's input, rhs its weights. With `f8.Delayed`, their scales come from former
-    steps. The amaxes of a step are noted in the forward pass, as BatchNorm notes its
-    statistics, so that training loops stay as they are. `model.eval()` stops that, and
-    `model.train()` has it go on. A cotangent has the scale of its own amax, which is
-    not known forward.
+    steps. The forward pass records the amaxes of a step, as BatchNorm records its
+    statistics, so training loops need no change. `model.eval()` stops recording, and
+    `model.train()` resumes it. A cotangent is scaled by its own amax, because the
+    forward pass does not know it.
 
-    Each layer needs one of its own. :func:`to_f8` gives one to each layer of a model.
+    Each layer needs its own instance. :func:`to_f8` makes one for each layer of a
+    model.
 
     Args:
       recipe: `f8.Delayed()` (default), or one without a state: `f8.Current()`,
@@ -148,8 +149,8 @@ class F8DotGeneral(_F8Product):
       ValueError: an unknown `implementation`.
 
     Notes:
-      Each call in training counts as a step of the history: one that sees 16 steps sees
-      4 of them in a layer that is called 4 times a step. As with BatchNorm, `nnx.vmap`
+      Each call in training counts as a step of the history: in a layer that is called 4
+      times per step, a history of 16 covers 4 steps. As with BatchNorm, `nnx.vmap`
       over a layer that is not mapped itself needs `eval()` or another recipe.
 
     Example:

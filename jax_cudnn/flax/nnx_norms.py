@@ -7,7 +7,7 @@ returns the output and the sum of inputs and residual, to which the next layer's
 residual is added.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -16,10 +16,13 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.flax.norms import (
     Result,
+    Rule,
     as_tuple,
     begin,
     by_flax,
-    normalised_axes,
+    of_channels,
+    of_groups,
+    of_rows,
     result_dtype,
 )
 from jax_cudnn.ops.common.activations import Activation
@@ -69,14 +72,42 @@ class _Norm(nnx.Module):
         }
 
 
-class LayerNorm(_Norm, nnx.LayerNorm):
+class _RowNorm(_Norm):
+    """What all but BatchNorm have in common."""
+
+    _rule: ClassVar[Rule]
+
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        residual: ArrayLike | None = None,
+    ) -> Result:
+        """Return the norm; with a residual, a tuple of it and the sum.
+
+        Args:
+          x: as in nnx's layer.
+          mask: as there; Flax's own code computes it.
+          residual: added to x before; x's shape. Default None.
+
+        Raises:
+          ValueError, TypeError, LibraryError: as the layer's function of jax_cudnn.
+          UnsupportedError: `implementation="cudnn"` with what only Flax computes: a
+            mask, an `axis_name`, axes that the layer leaves to Flax.
+        """
+        return self._rule.run(self, x, residual, mask, lambda x, _: self._operands(x))
+
+
+class LayerNorm(_RowNorm, nnx.LayerNorm):
     r"""`flax.nnx.LayerNorm` by :func:`jax_cudnn.layer_norm`.
 
     .. math::
 
         \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
 
-    The variance is always that of centred values: `use_fast_variance` changes nothing.
+    The mean is always subtracted before squaring: `use_fast_variance` has no effect.
+    Reduction axes that are not the feature axes are left to Flax.
 
     Args:
       num_features: as in `flax.nnx.LayerNorm`.
@@ -99,33 +130,10 @@ class LayerNorm(_Norm, nnx.LayerNorm):
       (5, 3, 8)
     """
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Args:
-          x: as in nnx's layer.
-          mask: as there; Flax's own code computes it.
-          residual: added to x before; x's shape. Default None.
-
-        Raises:
-          ValueError, TypeError, LibraryError: as `jax_cudnn.layer_norm`.
-          UnsupportedError: `implementation="cudnn"` with what only Flax computes: a
-            mask, an `axis_name`, reduction axes that are not the feature axes.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        axes = normalised_axes(self, x.ndim, reasons)
-        if reasons:
-            return by_flax(nnx.LayerNorm, self, x, reasons, fused, mask=mask)
-        return layer_norm(**self._operands(x), axis=axes, **fused.options)
+    _rule = Rule(flax_class=nnx.LayerNorm, operation=layer_norm, arguments=of_rows)
 
 
-class RMSNorm(_Norm, nnx.RMSNorm):
+class RMSNorm(_RowNorm, nnx.RMSNorm):
     """`flax.nnx.RMSNorm` by :func:`jax_cudnn.rms_norm`.
 
     Arguments are those of `LayerNorm`.
@@ -138,28 +146,14 @@ class RMSNorm(_Norm, nnx.RMSNorm):
       (5, 3, 8)
     """
 
-    def __call__(
-        self,
-        x: jax.Array,
-        mask: jax.Array | None = None,
-        *,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Arguments and errors are those of `LayerNorm`.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        axes = normalised_axes(self, x.ndim, reasons)
-        if reasons:
-            return by_flax(nnx.RMSNorm, self, x, reasons, fused, mask=mask)
-        return rms_norm(**self._operands(x), axis=axes, **fused.options)
+    _rule = Rule(flax_class=nnx.RMSNorm, operation=rms_norm, arguments=of_rows)
 
 
-class GroupNorm(_Norm, nnx.GroupNorm):
+class GroupNorm(_RowNorm, nnx.GroupNorm):
     """`flax.nnx.GroupNorm` by :func:`jax_cudnn.group_norm`.
 
-    Arguments are those of nnx's layer, and those that `LayerNorm` adds.
+    Arguments are those of nnx's layer, and those that `LayerNorm` adds. Other
+    `reduction_axes` than all but the first are left to Flax.
 
     Example:
       >>> import jax.numpy as jnp
@@ -170,30 +164,14 @@ class GroupNorm(_Norm, nnx.GroupNorm):
       (2, 5, 5, 8)
     """
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Arguments and errors are those of `LayerNorm`; other `reduction_axes` than all
-        but the first are Flax's only.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        if self.reduction_axes is not None:
-            reasons.append(f"reduction_axes={self.reduction_axes}")
-        if reasons:
-            return by_flax(nnx.GroupNorm, self, x, reasons, fused, mask=mask)
-        return group_norm(**self._operands(x), groups=self.num_groups, **fused.options)
+    _rule = Rule(flax_class=nnx.GroupNorm, operation=group_norm, arguments=of_groups)
 
 
-class InstanceNorm(_Norm, nnx.InstanceNorm):
+class InstanceNorm(_RowNorm, nnx.InstanceNorm):
     """`flax.nnx.InstanceNorm` by :func:`jax_cudnn.instance_norm`.
 
-    Arguments are those of nnx's layer, and those that `LayerNorm` adds.
+    Arguments are those of nnx's layer, and those that `LayerNorm` adds. Several
+    `feature_axes`, and the first axis among them, are left to Flax.
 
     Example:
       >>> import jax.numpy as jnp
@@ -203,27 +181,9 @@ class InstanceNorm(_Norm, nnx.InstanceNorm):
       (2, 5, 5, 8)
     """
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: ArrayLike | None = None,
-    ) -> Result:
-        """Return the norm; with a residual, a tuple of it and the sum.
-
-        Arguments and errors are those of `LayerNorm`; several `feature_axes`, and the
-        first axis among them, are Flax's only.
-        """
-        x, fused, reasons = begin(self, x, residual, mask)
-        channels = as_tuple(self.feature_axes)
-        if len(channels) != 1 or channels[0] % x.ndim == 0:
-            reasons.append(f"feature_axes={self.feature_axes}")
-        if reasons:
-            return by_flax(nnx.InstanceNorm, self, x, reasons, fused, mask=mask)
-        return instance_norm(
-            **self._operands(x), channel_axis=channels[0], **fused.options
-        )
+    _rule = Rule(
+        flax_class=nnx.InstanceNorm, operation=instance_norm, arguments=of_channels
+    )
 
 
 class BatchNorm(_Norm, nnx.BatchNorm):

@@ -48,6 +48,37 @@ class Fused:
         }
 
 
+Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Which operation a layer runs, and with which arguments.
+
+    ``arguments`` gets the layer, x, and the reasons why Flax must compute the norm, to
+    which it adds. It returns the axes of scale and bias, and the operation's arguments.
+    """
+
+    flax_class: type
+    operation: Callable[..., Result]
+    arguments: Callable[[Any, jax.Array, list[str]], tuple[Axes, dict[str, Any]]]
+
+    def run(
+        self,
+        layer: Any,
+        x: ArrayLike,
+        residual: ArrayLike | None,
+        mask: object,
+        operands: Callable[[jax.Array, Axes], dict[str, Any]],
+    ) -> Result:
+        """Return a layer's norm; ``operands`` makes the other arguments of x, axes."""
+        x, fused, reasons = begin(layer, x, residual, mask)
+        axes, options = self.arguments(layer, x, reasons)
+        if reasons:
+            return by_flax(self.flax_class, layer, x, reasons, fused, mask=mask)
+        return self.operation(**operands(x, axes), **options, **fused.options)
+
+
 def begin(
     layer: Any,
     x: ArrayLike,
@@ -81,8 +112,11 @@ def begin(
     return array, fused, reasons
 
 
-def normalised_axes(layer: Any, rank: int, reasons: list[str]) -> tuple[int, ...]:
-    """Return the axes that a layer norm normalises; adds why they are Flax's only."""
+def of_rows(
+    layer: Any, x: jax.Array, reasons: list[str]
+) -> tuple[Axes, dict[str, Any]]:
+    """Return the axes that a layer norm normalises."""
+    rank = x.ndim
     given = as_tuple(layer.reduction_axes), as_tuple(layer.feature_axes)
     reduced, featured = ([axis % max(rank, 1) for axis in axes] for axes in given)
     is_inside = all(-rank <= axis < rank for axes in given for axis in axes)
@@ -96,7 +130,27 @@ def normalised_axes(layer: Any, rank: int, reasons: list[str]) -> tuple[int, ...
             f"reduction_axes={layer.reduction_axes} and "
             f"feature_axes={layer.feature_axes} are not the same axes in order"
         )
-    return tuple(featured)
+    return tuple(featured), {"axis": tuple(featured)}
+
+
+def of_groups(
+    layer: Any, x: jax.Array, reasons: list[str]
+) -> tuple[Axes, dict[str, Any]]:
+    """Return the axis of channels, and how many groups they are."""
+    del x
+    if layer.reduction_axes is not None:
+        reasons.append(f"reduction_axes={layer.reduction_axes}")
+    return (-1,), {"groups": layer.num_groups}
+
+
+def of_channels(
+    layer: Any, x: jax.Array, reasons: list[str]
+) -> tuple[Axes, dict[str, Any]]:
+    """Return the axis of channels of an instance norm."""
+    channels = as_tuple(layer.feature_axes)
+    if len(channels) != 1 or channels[0] % x.ndim == 0:
+        reasons.append(f"feature_axes={layer.feature_axes}")
+    return channels, {"channel_axis": channels[0] if channels else None}
 
 
 def as_tuple(axes: Any) -> tuple[int, ...]:

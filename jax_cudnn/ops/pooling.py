@@ -188,7 +188,7 @@ def avg_pool(
             \mathrm{inputs}_{n, c, z \cdot \mathrm{strides} + f - \mathrm{low}}
 
     where elements outside of the inputs are padding, 0. Sums are kept in f32 (f64 for
-    f64) and rounded once, where Flax keeps those of 16-bit inputs in 16 bits.
+    f64) and rounded once, while Flax sums 16-bit inputs in 16 bits.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's gradient
     kernel where `implementation` says that cuDNN runs; forward mode and higher orders

@@ -12,12 +12,13 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.attention.attend import of_rows
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.score_mod import Positions
 from jax_cudnn.ops.attention.sinks import with_sinks
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.attention.visibility.predicates import Tokens
 from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.blocks import Partial, accumulator
@@ -72,7 +73,7 @@ def sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -88,15 +89,15 @@ def sdpa(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return attention over a sequence that is sharded over devices.
 
-    For the inside of :func:`jax.shard_map`. Each device passes its tokens, and gets the
-    output of its queries over the keys of all devices: the rows that
-    :func:`jax_cudnn.sdpa` would return for them, given the whole sequence. Causality,
-    windows and lengths count positions in the whole sequence.
+    Call it inside :func:`jax.shard_map`. Each device passes its own tokens, and gets
+    the output of its own queries over the keys of all devices: the same rows as from
+    :func:`jax_cudnn.sdpa` of the whole sequence. Causality, windows and lengths count
+    positions in the whole sequence.
 
     Each device computes :func:`jax_cudnn.sdpa` on blocks of queries and keys, and adds
-    them up by their log-sum-exps (see :func:`combine`), in f32 (f64 for f64). Blocks
-    that causality or a window hides are not computed. The output is rounded once, but
-    for the rounding of the blocks' outputs, which are of query's dtype.
+    them up by their log-sum-exps (see :func:`combine`), in f32 (f64 for f64). Blocks in
+    which causality or a window masks every key are skipped. The outputs of the blocks
+    are rounded to query's dtype, and their sum is rounded once more.
 
     Axis letters: n devices along the axis, b batch, s and t one device's queries and
     keys, h query heads, k key heads, d head size, e value head size. A device sends, in
@@ -118,14 +119,14 @@ def sdpa(
       ring early.
     * "all_gather" holds the keys of all devices while it computes, and makes few, large
       calls: for few key heads (GQA, MQA), and where the ring's blocks are small.
-    * "all_to_all" shares out heads instead of tokens for the time of one call: it sends
-      least where n is large, all devices have the same work in any order, and every
-      kernel of `sdpa` fits as it is. It needs h to be a multiple of n, and k a multiple
-      or a divisor (then key heads are repeated). A mask or bias for which h is 1 is
-      gathered.
+    * "all_to_all" divides the heads instead of the tokens during the call. It sends
+      least where n is large, all devices have the same work in any order of tokens, and
+      every kernel of `sdpa` can be used. It needs h to be a multiple of n, and k a
+      multiple or a divisor (then key heads are repeated). A mask or bias for which h is
+      1 is gathered.
 
-    Between forward and backward pass, "ring" and "all_gather" keep the operands and
-    results of their own tokens, "all_to_all" as much again.
+    For the backward pass, "ring" and "all_gather" save the operands and results of the
+    device's own tokens. "all_to_all" saves twice as much.
 
     Under `is_causal` in contiguous order, the last device has about twice the average
     work, and the others wait for it. In zigzag order all have the same: order the
@@ -141,13 +142,14 @@ def sdpa(
       key: (b, t, k, d) or (t, k, d), of query's dtype.
       value: (b, t, k, e) or (t, k, e), of query's dtype.
       bias: broadcasts to (b, h, s, n * t): the rows of this device's queries, with the
-        keys of all devices, one device after another. So sharded along the queries and
+        keys of all devices, one device after another. It is sharded along the queries,
         not along the keys. Otherwise as in :func:`jax_cudnn.sdpa`.
       mask: bool, broadcasts to (b, h, s, n * t), like `bias`. Or one of
-        :mod:`jax_cudnn.masks`. The numbers of :class:`~jax_cudnn.masks.Segments` are
-        those of this device's tokens. :class:`~jax_cudnn.masks.Where` and
-        :class:`~jax_cudnn.masks.Additive` are like `mask` and `bias`. All others speak
-        of whole sequences in their order, with arrays that are the same on all devices.
+        :mod:`jax_cudnn.masks`. :class:`~jax_cudnn.masks.Segments` takes the numbers of
+        this device's tokens. :class:`~jax_cudnn.masks.Where` and
+        :class:`~jax_cudnn.masks.Additive` are like `mask` and `bias`. All others
+        describe the whole sequence, in its original order, with arrays that are equal
+        on all devices.
       axis_name: the mesh axis, or several, that the sequence is sharded over.
       method: "ring" (default), "all_gather" or "all_to_all".
       order: how the sequence's tokens are shared out: "contiguous" (default), each

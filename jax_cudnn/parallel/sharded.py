@@ -20,7 +20,7 @@ from jax.sharding import (
 )
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.score_mod import Positions
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import as_operand, describe, in_front
@@ -32,6 +32,7 @@ from jax_cudnn.ops.common.meshes import (
     mesh_of,
     typed_part,
 )
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.attention import attend_shares, check_method
 from jax_cudnn.parallel.order import all_positions, check_order, natural
@@ -79,7 +80,7 @@ def sharded_sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def sharded_sdpa(
     query: ArrayLike,
     key: ArrayLike,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         calibrated,
     )
     from jax_cudnn.doctor.diagnosis import Diagnosis, doctor
-    from jax_cudnn.doctor.findings import Finding
+    from jax_cudnn.doctor.finding import Finding
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
     from jax_cudnn.plans.calls import Call, Report
     from jax_cudnn.plans.explanation import Attempt, ExplainedCall, Explanation, explain
@@ -44,7 +44,7 @@ _HOMES = {
         *("calibrate", "calibrated"),
     ),
     "jax_cudnn.doctor.diagnosis": ("Diagnosis", "doctor"),
-    "jax_cudnn.doctor.findings": ("Finding",),
+    "jax_cudnn.doctor.finding": ("Finding",),
     f"{__name__}.caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
     f"{__name__}.calls": ("Call", "Report"),
     f"{__name__}.explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),

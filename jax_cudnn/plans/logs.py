@@ -27,7 +27,8 @@ def log(level: int | str | None = "DEBUG", *, cudnn: bool = False) -> None:
 
     Args:
       level: the lowest level to log, a name or number of ``logging``. Default "DEBUG".
-        None undoes it: the C++ side is silent, the logger has no level of its own.
+        None undoes this: the C++ side is silent again, and the level of the logger is
+        unset.
       cudnn: whether to log cuDNN's own messages too, as logger "jax_cudnn.cudnn".
         cuDNN's warnings and errors are logged at these levels. At DEBUG, every call of
         cuDNN's API is logged, including calls by other code in the process, which takes

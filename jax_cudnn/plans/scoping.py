@@ -27,7 +27,7 @@ def using(
     The settings are part of jit's cache key: a function that was compiled outside is
     traced and compiled again inside, and the other way round. A call's own ``plan``
     overrides the setting, and so does its ``implementation`` unless that is "auto". A
-    setting that is not given stays as it is around the block.
+    setting that is not passed is the one of the enclosing block.
 
     Args:
       plan: which of cuDNN's plans may run. Default None: as around the block.

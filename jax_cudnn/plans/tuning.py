@@ -133,14 +133,15 @@ def autotune(
     XLA also fuses operations around a call, so at the end versions of the whole program
     are timed: with the choices, untuned, with XLA alone, and with cuDNN alone. Starting
     from the fastest, the calls of one operation at a time are moved between cuDNN and
-    XLA. So the program is not slower than untuned, nor than XLA alone if all calls were
-    measured. docs/plans_reference.md says which versions and moves are left out.
+    XLA. So the program is at least as fast as untuned, and as XLA alone if all calls
+    were measured. docs/plans_reference.md says which versions and moves are left out.
 
-    The whole program runs on operands of its own, in memory for a second set of them;
-    floats are drawn from 0 to 1. Integers and booleans, which may be sizes of groups or
-    lengths of sequences, are copies of the arguments, or 0 where only their shapes are
-    passed. No argument is donated. If the memory is missing, or a program is divided
-    among several devices, the kernels' choices stay, and the ``Tuning`` says so.
+    The whole program is timed on a second set of operands, which takes as much memory
+    as the first. Floats are drawn from 0 to 1. Integers and booleans, which may be
+    sizes of groups or lengths of sequences, are copies of the arguments, or 0 where
+    only their shapes are passed. No argument is donated. If the memory is missing, or a
+    program is divided among several devices, the kernels' choices stay, and the
+    ``Tuning`` says so.
 
     Args:
       function: the function to trace, without running it; may be jitted, or

@@ -2,6 +2,7 @@
 """Equinox models compute with jax_cudnn what they compute with Equinox."""
 
 import io
+import re
 from typing import Any
 
 import equinox as eqx
@@ -195,5 +196,11 @@ def test_wrong_calls_are_refused() -> None:
         layer(x, x, x, process_heads=lambda q, k, v: (q[1:], k, v))
     with pytest.raises(ValueError, match="MultiheadAttention: "):
         layer(x, x[1:], x)
-    with pytest.raises(ValueError, match="MultiheadAttention: mask"):
-        layer(x, x, x, jnp.ones((5, 6), bool))
+    for mask in (jnp.ones((5, 6), bool), jnp.ones((3, 6, 6), bool), np.ones(5, bool)):
+        shape = re.escape(str(mask.shape))
+        told = rf"mask has shape {shape}. Its shape must be \(6, 6\), .* or \(2, 6, 6\)"
+        with pytest.raises(ValueError, match=f"^MultiheadAttention: {told}"):
+            layer(x, x, x, mask)
+    told = r"Conv: x has shape \(8, 9, 3\), with 8 channels on axis 0, and the layer "
+    with pytest.raises(ValueError, match=told + r"takes 3.*moveaxis\(x, -1, 0\)"):
+        to_cudnn(eqx.nn.Conv2d(3, 4, 3, key=_KEY))(jnp.ones((8, 9, 3)))

@@ -289,6 +289,9 @@ def test_the_report_says_what_stays_as_it_is() -> None:
         "Centred unchanged: Centred has a call of its own",
         "Dense unchanged: it is quantised, to int8",
     ]
+    # Layers have paths once they are built.
+    unbuilt = keras.Sequential([layers.Dense(4, name="own")])
+    assert str(to_cudnn(unbuilt)) == "own  Dense  jax_cudnn"
     empty = to_cudnn(keras.Sequential([keras.Input((4,)), layers.Flatten()]))
     assert str(empty) == "no attention, convolution or dense layer"
 

@@ -54,6 +54,7 @@ _DOES_NOT_BROADCAST = (
     "which does not broadcast to (batch, heads, query length, key length) = "
     "[2, 6, 5, 7]. Each of its axes must be 1 or the full size."
 )
+_ADVICE = " Insert, expand or slice axes."
 _LAST_AXES = " Its axes are taken to be the last ones."
 
 
@@ -172,12 +173,12 @@ _LAST_AXES = " Its axes are taken to be the last ones."
         (
             {"bias": _zeros("bhs1", s=4)},
             ValueError,
-            f"sdpa: bias is bf16[2,6,4,1], {_DOES_NOT_BROADCAST}",
+            f"sdpa: bias is bf16[2,6,4,1], {_DOES_NOT_BROADCAST}{_ADVICE}",
         ),
         (
             {"bias": _zeros("nbhst")},
             ValueError,
-            f"sdpa: bias is bf16[4,2,6,5,7], {_DOES_NOT_BROADCAST}",
+            f"sdpa: bias is bf16[4,2,6,5,7], {_DOES_NOT_BROADCAST}{_ADVICE}",
         ),
         (
             {"mask": _zeros("b1st", jnp.int8)},

@@ -101,12 +101,18 @@ def _check_with_gradients(
     q, k, v, pull = (
         rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t, s)
     )
-    call = functools.partial(sdpa, mask=mask, return_residual=True)
-    found, transpose = jax.vjp(call, q, k, v)
+    pull_lse = rng.standard_normal((B, s, H)).astype(np.float32)
+
+    @jax.jit
+    def run(*operands: jax.Array) -> Any:
+        call = functools.partial(sdpa, mask=mask, return_residual=True)
+        results, transpose = jax.vjp(call, *operands)
+        return results, transpose((pull, pull_lse))
+
+    found, gradients = jax.device_get(run(q, k, v))
     for x, y in zip(found, numpy_sdpa(q, k, v, mask=seen), strict=True):
         y[lost] = np.nan
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    pull_lse = rng.standard_normal((B, s, H)).astype(np.float32)
     operands = {"query": q, "key": k, "value": v}
     want = numpy_gradients(
         {name: np.swapaxes(x, 1, 2) for name, x in operands.items()} | {"mask": seen},
@@ -114,7 +120,7 @@ def _check_with_gradients(
         np.swapaxes(pull_lse, 1, 2)[..., None],
         scale=0.5,
     )
-    for name, x in zip(operands, transpose((pull, pull_lse)), strict=True):
+    for name, x in zip(operands, gradients, strict=True):
         y = np.swapaxes(want[name], 1, 2)
         is_loud = lost & seen.any((1, 3))
         is_lost, is_loud = (
@@ -421,6 +427,12 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
             lambda: sdpa(*_operands(), mask=masks.Causal),  # type: ignore[arg-type]
             TypeError,
             "sdpa: mask is the class masks.Causal. Pass a mask, such as",
+        ),
+        (
+            lambda: sdpa(*_operands(), mask="causal"),
+            TypeError,
+            "sdpa: mask is 'causal', a name. It must be an array of bools or one of "
+            "jax_cudnn.masks. Pass for example is_causal=True or mask=masks.Causal().",
         ),
         (
             lambda: masks.Causal() & np.ones((5, 5), bool),  # type: ignore[operator]

@@ -159,7 +159,8 @@ REFUSED = {
         (X, jnp.arange(8), {}),
         ValueError,
         "apply_rotary: positions is i32[8], which does not broadcast to (batch axes, "
-        "length) = [3, 7]. Each of its axes must be 1 or the full size.",
+        "length) = [3, 7]. Each of its axes must be 1 or the full size. Insert, expand "
+        "or slice axes.",
     ),
     "one position": ((X, jnp.int32(3), {}), ValueError, "positions is i32[], which"),
     "too many axes": ((X[0], jnp.ones((2, S)), {}), ValueError, "f32[2,7], which"),

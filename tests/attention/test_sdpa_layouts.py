@@ -58,7 +58,7 @@ def _same_in_each_layout(
         return total + sum(jnp.sum(jnp.cos(x)) for x in lse), (output, *lse)
 
     argnums = tuple(range(1, 1 + len(operands) + len(others)))
-    run = jax.value_and_grad(loss, argnums=argnums, has_aux=True)
+    run = jax.jit(jax.value_and_grad(loss, argnums, has_aux=True), static_argnums=0)
     (_, (output, *lse)), gradients = run("bshd", *operands, *others)
     for layout in _LAYOUTS:
         given = [_in(layout, x) for x in operands]

@@ -8,8 +8,6 @@ without the loop, the file or the other devices.
 import functools
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.export import deserialize, export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import EXPORT_SAFETY_CHECKS, sdpa
 from tests.attention.shared.small import (
@@ -31,6 +31,7 @@ from tests.attention.shared.small import (
     textbook,
     value_and_gradients,
 )
+from tests.common.devices import mesh_of, placed
 from tests.conftest import Draw
 
 # --- control flow ---------------------------------------------------------------------
@@ -295,77 +296,60 @@ def test_an_exported_function_survives_its_bytes_and_has_a_gradient(
 
 # --- several devices ------------------------------------------------------------------
 
-_SHARDED = """
-import functools, warnings
-warnings.simplefilter("error")
-import jax, jax.numpy as jnp, numpy as np
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_cudnn import sdpa
 
-rng = np.random.default_rng(0)
-draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
-operands = draw(4, 3, 6, 5), draw(4, 7, 2, 5), draw(4, 7, 2, 3), draw(1, 6, 3, 7)
-mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-batch, heads = P("data", None, "model"), P(None, "model")
-
-def attend(q, k, v, bias):
-    return sdpa(q, k, v, bias, is_causal=True, return_residual=True)
-
-def gradients(function):
-    def loss(*operands):
-        out, stats = function(*operands)
-        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(stats))
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*operands)
-
-def forward_mode(function):
-    return jax.jit(lambda *x: jax.jvp(function, x, x))(*operands)
-
-def check(name, function):
-    for way in (lambda f: jax.jit(f)(*operands), gradients, forward_mode):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10),
-            way(function), way(attend))
-    print(name)
-
-sharded = functools.partial(jax.shard_map, attend, mesh=mesh, check_vma=True)
-# The bias is the same on all devices along "data": its gradient is summed over them.
-check("batch", sharded(in_specs=(P("data"),) * 3 + (P(),), out_specs=P("data")))
-check("batch and heads", sharded(in_specs=(batch,) * 3 + (heads,), out_specs=batch))
-# Key and value are the same everywhere, only the query's rows are shared out.
-full = jax.shard_map(
-    lambda q, k, v, bias: sdpa(q, k, v, bias, return_residual=True),
-    mesh=mesh, in_specs=(P(None, None, "model"), P(None, None, "model"),
-    P(None, None, "model"), P(None, "model")), out_specs=P(None, None, "model"))
-def attend(q, k, v, bias):
-    return sdpa(q, k, v, bias, return_residual=True)
-check("heads", full)
-placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in
-          zip(operands, (P("data"), P("data"), P("data"), P()))]
-out, _ = jax.jit(attend)(*placed)
-np.testing.assert_allclose(out, attend(*operands)[0], rtol=1e-10, atol=1e-10)
-print("automatic")
-
-explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-with jax.set_mesh(explicit):
-    placed = jax.device_put(operands[0], NamedSharding(explicit, P("data")))
-    out = jax.jit(sdpa)(placed, *operands[1:])
-    assert jax.typeof(out).sharding.spec[0] == "data"
-    np.testing.assert_allclose(out, sdpa(*operands), rtol=1e-10, atol=1e-10)
-    print("explicit")
-"""
+def _of_four(draw: Draw) -> list[jax.Array]:
+    """Draw operands with four batch entries, and heads for two devices."""
+    return small_operands(draw, b=4, s=3, t=7, h=6, k=2, d=5, e=3)
 
 
-def test_sharded_attention_is_unsharded_attention() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", _SHARDED], capture_output=True, text=True, check=False
+def _derivatives(function: Any, operands: list[jax.Array]) -> Any:
+    """Return the results, the gradients and the derivatives forwards."""
+
+    def run(*operands: jax.Array) -> Any:
+        loss = functools.partial(attention_loss, function)
+        gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*operands)
+        return jax.jvp(function, operands, operands), gradients
+
+    return jax.jit(run)(*operands)
+
+
+_BATCH, _BOTH = P("data"), P("data", None, "model")
+_MODEL, _HEADS = P(None, None, "model"), P(None, "model")
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("in_specs", "out_specs"),
+    [
+        # The bias is the same on all devices along "data": its gradient is summed.
+        ((_BATCH, _BATCH, _BATCH, P()), _BATCH),
+        ((_BOTH, _BOTH, _BOTH, _HEADS), _BOTH),
+        ((_MODEL, _MODEL, _MODEL, _HEADS), _MODEL),
+    ],
+    ids=["batch", "batch and heads", "heads"],
+)
+def test_shard_map_of_attention_is_attention(
+    in_specs: Any, out_specs: Any, draw: Draw
+) -> None:
+    operands = _of_four(draw)
+    sharded = jax.shard_map(
+        attend,
+        mesh=mesh_of(data=2, model=2),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=True,
     )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
-        "batch",
-        "batch and heads",
-        "heads",
-        "automatic",
-        "explicit",
-    ]
+    assert_close(_derivatives(sharded, operands), _derivatives(attend, operands))
+
+
+@pytest.mark.usefixtures("x64")
+def test_attention_of_sharded_operands_is_attention(draw: Draw) -> None:
+    operands = _of_four(draw)
+    want = jax.jit(attend)(*operands)
+    for kind, count in ((AxisType.Auto, 3), (AxisType.Explicit, 1)):
+        mesh = mesh_of(kind, data=2, model=2)
+        some = placed(mesh, operands[:count], [("data",)] * count)
+        with jax.set_mesh(mesh):
+            found = jax.jit(attend)(*some, *operands[count:])
+        assert_close(found, want)
+        assert found[0].sharding.spec[0] == "data"

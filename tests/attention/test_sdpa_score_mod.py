@@ -107,12 +107,12 @@ def test_results_and_gradients_are_those_of_the_dense_softmax(name: str) -> None
         return dense_attention(q, k, v, seen=True, score_mod=at_places(function(c)))
 
     got = jax.jit(ours)(*operands)
-    grads = jax.grad(lambda *x: loss(ours(*x)), argnums=range(4))(*operands)
+    grads = jax.jit(jax.grad(lambda *x: loss(ours(*x)), argnums=range(4)))(*operands)
     # bf16 in the function rounds alike only from the same scores.
     with jax.enable_x64(name != "bf16"):
         wide = [x if name == "bf16" else x.astype(jnp.float64) for x in operands]
-        want = truth(*wide)
-        slopes = jax.grad(lambda *x: loss(truth(*x)), argnums=range(4))(*wide)
+        want = jax.jit(truth)(*wide)
+        slopes = jax.jit(jax.grad(lambda *x: loss(truth(*x)), argnums=range(4)))(*wide)
     tolerance = 2e-2 if name == "bf16" else 2e-5
     for x, y in zip((*got, *grads), (*want, *slopes), strict=True):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
@@ -439,7 +439,8 @@ def test_what_kernels_lack_is_said_and_runs_by_xla(
             got = sdpa(*operands, score_mod=function)
         assert reason in caplog.text
         modify = at_places(_mapped(function))
-        want, _ = dense_attention(*operands, seen=True, score_mod=modify)
+        truth = functools.partial(dense_attention, seen=True, score_mod=modify)
+        want, _ = jax.jit(truth)(*operands)
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 

@@ -97,18 +97,22 @@ def test_values_and_gradients_are_those_of_the_dense_softmax(
     def truth(q: Any, k: Any, v: Any, sinks: Any, bias: Any = None) -> Any:
         return dense_attention(q, k, v, sinks=sinks, bias=bias, seen=seen)
 
-    got = ours(*operands)
     places = tuple(range(len(operands)))
-    found = jax.grad(lambda *x: loss(ours(*x)), argnums=places)(*operands)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(function: Any, *operands: jax.Array) -> Any:
+        gradient = jax.grad(lambda *x: loss(function(*x)), argnums=places)
+        return function(*operands), gradient(*operands)
+
+    got, found = both(ours, *operands)
     with jax.enable_x64(True):
         wide = [x.astype(jnp.float64) for x in operands]
-        want = truth(*wide)
-        true = jax.grad(lambda *x: loss(truth(*x)), argnums=places)(*wide)
+        want, true = both(truth, *wide)
         scales = [max(1.0, float(jnp.abs(y).max(initial=0))) for y in (*want, *true)]
         if bias is not None:
             # The terms of its sums may cancel.
             full = [*wide[:4], jnp.broadcast_to(wide[4], (b, h, s, t))]
-            terms = jax.grad(lambda x: loss(truth(*full[:4], x)))(full[4])
+            terms = jax.jit(jax.grad(lambda x: loss(truth(*full[:4], x))))(full[4])
             axes = [i for i, letter in enumerate(bias) if letter == "1"]
             scales[-1] = float(jnp.sum(jnp.abs(terms), axis=axes).max())
     assert got[0].dtype == dtype
@@ -151,6 +155,7 @@ def test_derivatives_agree_with_each_other_and_with_differences(
 @pytest.mark.parametrize("count", [4, 5])
 def test_random_operands_may_be_examples_of_a_vmap(count: int) -> None:
     operands = dict([*_given().items()][:count])
+    functions = jax.jit(_by_name), jax.jit(gradient(_by_name))
     for chosen in itertools.product([False, True], repeat=count):
         if sum(chosen) not in (1, 3):
             continue
@@ -159,8 +164,8 @@ def test_random_operands_may_be_examples_of_a_vmap(count: int) -> None:
             for x, batched in zip(operands.values(), chosen, strict=True)
         ]
         axes = tuple(0 if batched else None for batched in chosen)
-        for function in (_by_name, gradient(_by_name)):
-            got = jax.vmap(function, in_axes=axes)(*stacked)
+        for function in functions:
+            got = jax.jit(jax.vmap(function, in_axes=axes))(*stacked)
             for i in range(3):
                 one = [
                     x[i] if batched else x

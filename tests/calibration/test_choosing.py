@@ -104,7 +104,10 @@ def test_calls_of_all_families_are_drawn_the_same_in_every_run() -> None:
     titles = Counter[str]()
     for number, draw in enumerate([*choosing._DRAWN] * 30):
         titles[draw(number).name.split("+")[0].split()[0]] += 1
-    for each in ("matmul", "gated", "MLP", "conv", "sdpa", "layer_norm", "rms_norm"):
+    for each in (
+        *("matmul", "gated", "MLP", "conv", "sdpa", "biased"),
+        *("layer_norm", "rms_norm"),
+    ):
         assert titles[each] >= 3, each
 
 

@@ -198,8 +198,8 @@ def test_scales_apply_by_example() -> None:
         (
             lambda: f8.update_history(jnp.zeros((2, 3)), 1.0),
             ValueError,
-            "f8.update_history: history is f32[2,3] and amax f32[]. A history has one "
-            "axis in front, of at least 1, and then those of amax. Begin with "
+            "f8.update_history: history is f32[2,3] and amax f32[]. A history has "
+            "the axes of amax, and one of at least 1 in front of them. Begin with "
             "jnp.zeros((n, *amax.shape)).",
         ),
         (

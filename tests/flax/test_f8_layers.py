@@ -593,11 +593,11 @@ def test_recipes_of_blocks_have_no_state(recipe: Any) -> None:
     assert sum(call.count for call in products) == 3 * turned
     assert not nnx.state(model, F8State)
     x = normal(0, S, W)
-    y, variables = our_linen.Dense(F, recipe=recipe).init_with_output(
-        jax.random.key(0), x
-    )
+    layer = our_linen.Dense(F, recipe=recipe)
+    y, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x)
     assert set(variables) == {"params"}
-    close(y, f8.dense(x, _any(variables)["params"]["kernel"], recipe=recipe))
+    product = jax.jit(functools.partial(f8.dense, recipe=recipe))
+    close(y, product(x, _any(variables)["params"]["kernel"]))
 
 
 def test_linen_residual() -> None:

@@ -287,6 +287,20 @@ def test_numbers_as_mask_hide_where_they_are_zero():
     )
 
 
+@pytest.mark.parametrize("hidden", [-1e9, -jnp.inf])
+def test_a_mask_that_is_meant_to_be_added_is_refused(hidden):
+    q, k, v = operands(B)
+    visible = jnp.tril(jnp.ones((S, T), bool))
+    added = jnp.where(visible, 0.0, hidden)
+    with pytest.raises(ValueError, match=r"mask is f32\[.*to 0\.0\. .*Pass mask == 0"):
+        attention_fn(q, k, v, mask=added)
+    assert_trees_close(
+        attention_fn(q, k, v, mask=added == 0), attention_fn(q, k, v, mask=visible)
+    )
+    # Zeros alone may be a mask that hides every key, as 0 does in Flax.
+    np.testing.assert_array_equal(attention_fn(q, k, v, mask=jnp.zeros((S, T))), 0)
+
+
 def test_query_that_sees_no_key_gives_zero_where_flax_gives_the_mean():
     q, k, v = operands(B)
     mask = jnp.ones((B, 1, S, T), bool).at[1, :, 4].set(False)

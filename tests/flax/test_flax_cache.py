@@ -86,9 +86,11 @@ class Linen:
         params = {"params": self.variables["params"]}
         without = linen_layer(**options)
         self.whole = functools.partial(without.apply, params)
+        # One program for each length, instead of one for each operation.
+        self.run = jax.jit(functools.partial(self.layer.apply, mutable="cache"))
 
     def add(self, x, **call):
-        output, cache = self.layer.apply(self.variables, x, mutable="cache", **call)
+        output, cache = self.run(self.variables, x, **call)
         self.variables = {**self.variables, **cache}
         return output
 

@@ -210,10 +210,11 @@ def test_vmap_and_second_derivatives() -> None:
         return nnx.dot_product_attention(q, k, v, dropout_rate=0.4, dropout_rng=key)
 
     def hessian(function: Any) -> Any:
-        return jax.hessian(lambda q: jnp.sin(function(q, k[0], v[0])).sum())(q[0])
+        run = jax.hessian(lambda q: jnp.sin(function(q, k[0], v[0])).sum())
+        return jax.jit(run)(q[0])
 
-    mapped = jax.vmap(ours, (0, None, 0))(q, k[1], v)
-    each = jnp.stack([ours(q[i], k[1], v[i]) for i in range(3)])
+    mapped = jax.jit(jax.vmap(ours, (0, None, 0)))(q, k[1], v)
+    each = jnp.stack([jax.jit(ours)(q[i], k[1], v[i]) for i in range(3)])
     np.testing.assert_allclose(mapped, each, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(hessian(ours), hessian(theirs), rtol=2e-4, atol=2e-5)
 

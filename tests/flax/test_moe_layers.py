@@ -158,7 +158,8 @@ def test_checkpoints_give_the_block_of_their_model(model: str) -> None:
         variables["selection_bias"] = {"selection_bias": bias}
     shapes = jax.eval_shape(linen_layer.init, jax.random.key(0), x)
     assert jax.tree.map(jnp.shape, variables) == jax.tree.map(lambda a: a.shape, shapes)
-    for y, auxiliary in (ours(x), linen_layer.apply(variables, x)):
+    nnxs = nnx.jit(lambda layer, x: layer(x))(ours, x)
+    for y, auxiliary in (nnxs, jax.jit(linen_layer.apply)(variables, x)):
         np.testing.assert_allclose(y, want, rtol=0, atol=2e-6 * np.abs(want).max())
         assert isinstance(auxiliary, moe.Auxiliary)
 
@@ -177,7 +178,7 @@ def test_all_parameters_get_a_gradient_and_the_selection_bias_gets_none() -> Non
         total = jnp.sum(y.astype(jnp.float32) ** 2)
         return total + auxiliary.load_balance_loss
 
-    gradients = nnx.grad(loss)(layer)
+    gradients = nnx.jit(nnx.grad(loss))(layer)
     assert set(gradients) == set(layer.parameter_names)
     for name in layer.parameter_names:
         value = gradients[name][...]
@@ -190,9 +191,9 @@ def test_without_a_gate_and_over_devices() -> None:
     options: dict[str, Any] = {"use_gate": False, "activation": "gelu"}
     x = jnp.asarray(np.random.default_rng(3).standard_normal((8, _D)), jnp.float32)
     layer = LinenExperts(_F, _E, 2, **options)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     assert set(variables["params"]) == {"router_w", "up_w", "down_w"}
-    want, _ = layer.apply(variables, x)
+    want, _ = jax.jit(layer.apply)(variables, x)
     spread = LinenExperts(
         _F, _E, 2, **options, expert_axis="expert", mesh=mesh_of(expert=4)
     )
@@ -274,7 +275,7 @@ def test_nnx_notes_amaxes_in_the_forward_pass() -> None:
     assert len(jax.tree.leaves(nnx.state(layer, F8State))) == 2 * len(_WEIGHTS)
     layer.eval()
     before = jax.tree.map(np.asarray, nnx.state(layer, F8State))
-    layer(x)
+    nnx.jit(lambda layer, x: layer(x))(layer, x)
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(layer, F8State))
     viewed = nnx.view(layer, deterministic=False)
     assert not viewed.f8_states.deterministic
@@ -341,7 +342,7 @@ def test_linen_scan_stacks_states() -> None:
         length=2,
     )()
     x = jnp.asarray(np.random.default_rng(5).standard_normal((5, 16)), jnp.float32)
-    variables = deep.init(jax.random.key(0), x, None)
+    variables = jax.jit(deep.init)(jax.random.key(0), x, None)
 
     def loss(variables: Any) -> Any:
         y: Any = deep.apply(variables, x, None)

@@ -96,9 +96,7 @@ def train(
     (folder / "two" / "3").rename(folder / "cut" / "3")
     _ended(start(whole, "resumed.npz", "--checkpoints", str(folder / "cut")))
     _ended(start(whole, "one.npz"))
-    two, one, resumed = (
-        np.load(folder / f"{name}.npz") for name in ("two", "one", "resumed")
-    )
+    two, one, resumed = (_read(folder / name) for name in ("two", "one", "resumed"))
     assert set(two) == set(one) == set(resumed)
     assert np.isfinite(one["losses"]).all()
     assert all(np.any(one[name]) for name in one if name.startswith("gradient"))
@@ -114,6 +112,11 @@ def _ended(*started: subprocess.Popen) -> list[str]:
     codes = [process.returncode for process in started]
     assert codes == [0] * len(started), "\n".join(said)
     return said
+
+
+def _read(file: Path) -> Arrays:
+    with np.load(file.with_suffix(".npz")) as arrays:
+        return dict(arrays)
 
 
 def _free_port() -> int:

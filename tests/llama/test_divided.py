@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
-from benchmarks.traffic import traffic
+from benchmarks.xla.traffic import traffic
 from tests.common.devices import mesh_of
 from tests.common.example_processes import EXAMPLES, run_on_eight_devices
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.traffic import traffic
+from benchmarks.xla.traffic import traffic
 from tests.common.devices import mesh_of
 
 pytestmark = pytest.mark.once

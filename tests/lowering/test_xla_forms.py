@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that the code for XLA has the forms that XLA for a GPU recognises.
 
-benchmarks/xla_code.py counts what becomes of them on a GPU. These tests look at the
+benchmarks/xla/xla_code.py counts what becomes of them on a GPU. These tests look at the
 programs that XLA is given, which are the same on a machine without one.
 """
 

@@ -611,6 +611,7 @@ def test_derivatives_agree_in_both_modes_and_twice(call: Call) -> None:
         x, scale, bias = operands(call, dtype=np.float64)
         other = operands(call, 1, np.float64)[0] / 4
 
+        @jax.jit
         def run(x: Any, scale: Any, bias: Any, other: Any) -> Any:
             return call.run(
                 x,

@@ -191,8 +191,8 @@ def test_what_is_no_layout_is_told_those_of_three(
 ) -> None:
     told = (
         f"conv: dimension_numbers={numbers!r} is neither a layout for each of lhs, rhs "
-        "and the result, nor one of images that begins with N and has C behind it or "
-        f"last. Pass for example {layouts}."
+        "and the result, nor one of images with N first and C second or last. "
+        f"Pass for example {layouts}."
     )
     _check(_conv, {"dimension_numbers": numbers}, TypeError, told)
     # The advice helps.
@@ -223,9 +223,46 @@ def test_the_layout_of_images_says_those_of_filters(layouts: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rhs": _zeros(7, 4, 2, 3)},
+            "with 3 channels on axis 1, and rhs is f32[7,4,2,3], for 4 channels on "
+            "axis 1. lhs must have 4 channels. Transpose one of them, or pass other "
+            "filters.",
+        ),
+        (
+            {"rhs": _zeros(9, 2, 2, 3), "feature_group_count": 3},
+            "with 3 channels on axis 1, and rhs is f32[9,2,2,3], for 2 channels on "
+            "axis 1 in each of 3 groups. lhs must have 6 channels. Transpose one of "
+            "them, or pass other filters.",
+        ),
+        (
+            {"rhs": _zeros(2, 3, 3, 7), "dimension_numbers": "NHWC"},
+            "with 4 channels on axis 3, and rhs is f32[2,3,3,7], for 3 channels on "
+            "axis 2. lhs must have 3 channels. Transpose one of them, or pass other "
+            "filters.",
+        ),
+        (
+            {"rhs": _zeros(3, 2, 4, 7)},
+            "with 3 channels on axis 1, and rhs is f32[3,2,4,7], for 2 channels on "
+            "axis 1. lhs must have 2 channels. The default layout has channels first. "
+            "For channels last, as these operands seem to have them, pass "
+            "dimension_numbers='NHWC'.",
+        ),
+    ],
+)
+def test_channels_that_do_not_fit_are_counted_with_their_axes(
+    changes: Any, message: str
+) -> None:
+    told = f"conv: lhs is f32[2,3,5,4], {message}"
+    _check(_conv, changes, ValueError, told)
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"rhs": _zeros(7, 4, 2, 3)}, ValueError, "feature_group_count"),
+        ({"batch_group_count": 3}, ValueError, "batch_group_count"),
         ({"padding": "FULL"}, (ValueError, RuntimeError), "[Pp]adding"),
         (
             {"dimension_numbers": ("NCHW", "OIHW", "NC")},

@@ -81,14 +81,14 @@ def test_a_gated_mlp() -> None:
     weights = normal(1, 16, 32), normal(2, 16, 32), normal(3, 32, 16)
     gate, up = (truth(x, w)[0] for w in weights[:2])
     hidden = np.asarray(jax.nn.silu(jnp.asarray(gate, jnp.float32)) * up, np.float32)
-    close(f8.gated_mlp(x, *weights), truth(hidden, weights[2])[0], ulp=1e-2)
+    close(jax.jit(f8.gated_mlp)(x, *weights), truth(hidden, weights[2])[0], ulp=1e-2)
     recipe = f8.Delayed()
     state = f8.gated_mlp_state(recipe)
 
     def loss(state: Any) -> Any:
         return f8.gated_mlp(x, *weights, recipe=recipe, state=state).sum()
 
-    following = jax.grad(loss)(state)
+    following = jax.jit(jax.grad(loss))(state)
     np.testing.assert_array_equal(following.gate.x, following.up.x)
     assert all(float(each[-1]) == 1 for each in jax.tree.leaves(following))
 
@@ -96,6 +96,7 @@ def test_a_gated_mlp() -> None:
 # --- states ---------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames="recipe")
 def _step(state: Any, x: Any, w: Any, grad: Any, recipe: Any) -> tuple[Any, Any]:
     """Return the results of a layer with its gradients, and the next state."""
 
@@ -281,9 +282,10 @@ def test_vmap_with_a_state_that_is_shared() -> None:
     def one(x: Any, w: Any, state: Any) -> Any:
         return f8.dense(x, w, recipe=recipe, state=state)
 
-    batched = jax.vmap(one, (0, None, None))
-    found = jax.vjp(batched, x, w, state)[1](grad)
-    whole = jax.vjp(one, x, w, state)[1](grad)
+    def gradients(run: Any) -> Any:
+        return jax.jit(lambda *given: jax.vjp(run, *given)[1](grad))(x, w, state)
+
+    found, whole = gradients(jax.vmap(one, (0, None, None))), gradients(one)
     close(found[0], np.asarray(whole[0], np.float64), ulp=1e-6)
     close(found[1], np.asarray(whole[1], np.float64), ulp=1e-5)
     assert float(found[2].x[-1]) == 4

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that `gated_matmul` is the gate times the product, in two kernels."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
+from tests.common.devices import Spec, mesh_of, placed
 from tests.conftest import Draw
 from tests.products.shared.fused import assert_close, graphs, nodes
 
@@ -165,41 +165,24 @@ def test_complex_gates_stay_complex() -> None:
         jax_cudnn.gated_matmul(a.real, w, w.real)
 
 
-_SHARDED = """
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_cudnn import gated_matmul
+@pytest.mark.parametrize("gate_spec", [(), (None, "y")])
+@pytest.mark.parametrize("up_spec", [(), (None, "y")])
+def test_gradients_of_typed_shardings(gate_spec: Spec, up_spec: Spec) -> None:
+    mesh = mesh_of(AxisType.Explicit, x=2, y=2)
+    shapes, specs = ((4, 8), (8, 6), (8, 6)), [("x",), gate_spec, up_spec]
+    operands = placed(mesh, [jnp.ones(shape) for shape in shapes], specs)
 
-mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-with jax.set_mesh(mesh):
-    def put(spec, *shape):
-        return jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
+    def plain(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(x @ gate) * (x @ up)
 
-    a = put(P("x"), 4, 8)
-    for gate_spec in (P(), P(None, "y")):
-        for up_spec in (P(), P(None, "y")):
-            operands = a, put(gate_spec, 8, 6), put(up_spec, 8, 6)
-
-            def loss(function, operands=operands):
-                total = lambda *xs: jnp.sum(function(*xs))
-                return jax.grad(total, (0, 1, 2))(*operands)
-
-            plain = lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up)
-            for found, wanted in zip(loss(gated_matmul), loss(plain), strict=True):
-                assert jax.typeof(found) == jax.typeof(wanted), (gate_spec, up_spec)
-                assert jnp.allclose(jax.device_get(found), jax.device_get(wanted))
-print("done")
-"""
-
-
-def test_gradients_of_typed_shardings() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", _SHARDED], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout == "done\n"
+    with jax.set_mesh(mesh):
+        found, wanted = (
+            jax.grad(lambda *x, f=f: jnp.sum(f(*x)), (0, 1, 2))(*operands)
+            for f in (jax_cudnn.gated_matmul, plain)
+        )
+    for x, y in zip(found, wanted, strict=True):
+        assert jax.typeof(x) == jax.typeof(y)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8)
 
 
 def test_columns_that_differ_are_named() -> None:

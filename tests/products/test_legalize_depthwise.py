@@ -299,8 +299,8 @@ def test_auto_goes_by_what_was_measured(
 ) -> None:
     """In each row of the table whose first way is clearly faster or slower."""
     # Last on the path, so that the package is the installed one.
-    from benchmarks import depthwise
-    from benchmarks.conv_ways import named_op
+    from benchmarks.products import depthwise
+    from benchmarks.products.conv_ways import named_op
 
     file_of_rows = _ROOT / f"docs/internals/measured/{file}.json"
     data = json.loads(file_of_rows.read_text())

@@ -7,8 +7,6 @@ jax.numpy, in float64.
 
 import functools
 import math
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -18,10 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from jax_cudnn import EXPORT_SAFETY_CHECKS, dot_general, matmul
+from jax_cudnn import EXPORT_SAFETY_CHECKS, conv, dot_general, matmul
 from jax_cudnn.legalize import partition
+from tests.common.devices import mesh_of, placed
 from tests.common.examples import examples
 from tests.conftest import Draw
 from tests.products.shared.fused import (
@@ -624,63 +625,57 @@ def test_an_exported_gradient_runs_on_the_cpu(draw: Draw) -> None:
     assert_close(exported.call(*operands), gradient(*operands), 0)
 
 
-_SHARDED = """
-import functools, warnings
-warnings.simplefilter("error")
-import jax, jax.numpy as jnp, numpy as np
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_enable_x64", True)
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_cudnn import conv, matmul
-
-rng = np.random.default_rng(0)
-draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
-mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-def gradients(function, operands):
-    def loss(*operands):
-        return jnp.sum(jnp.sin(function(*operands)))
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*operands)
-
-def fused_conv(x, w, bias):
+def _fused_conv(x: Any, w: Any, bias: Any) -> jax.Array:
     return conv(x, w, padding="SAME", bias=bias, activation="gelu")
 
-def fused_matmul(a, b, bias):
+
+def _fused_matmul(a: Any, b: Any, bias: Any) -> jax.Array:
     return matmul(a, b, bias=bias, activation="gelu")
 
-for name, function, operands in (
-    ("conv", fused_conv, (draw(8, 3, 5, 4), draw(7, 3, 2, 2), draw(7))),
-    ("matmul", fused_matmul, (draw(8, 5), draw(5, 7), draw(7))),
-):
-    sharded = jax.shard_map(
-        function, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"),
-        check_vma=True)
-    for way in (
-        gradients,
-        lambda f, x: jax.jit(f)(*x),
-        lambda f, x: jax.jit(lambda *x: jax.jvp(f, x, x))(*x),
-    ):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10),
-            way(sharded, operands), way(function, operands))
-    print(name)
 
-explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-with jax.set_mesh(explicit):
-    x, w = draw(8, 5), draw(5, 7)
-    out = jax.jit(matmul)(jax.device_put(x, NamedSharding(explicit, P("data"))), w)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (_fused_conv, ((8, 3, 5, 4), (7, 3, 2, 2), (7,))),
+        (_fused_matmul, ((8, 5), (5, 7), (7,))),
+    ],
+    ids=["conv", "matmul"],
+)
+def test_sharded_calls_are_unsharded_calls(function: Any, shapes: Any) -> None:
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.standard_normal(shape)) for shape in shapes]
+    sharded = jax.shard_map(
+        function,
+        mesh=mesh_of(data=4),
+        in_specs=(P("data"), P(), P()),
+        out_specs=P("data"),
+        check_vma=True,
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(function: Any, *x: jax.Array) -> Any:
+        backward = gradients(function, (0, 1, 2))(*x)
+        return function(*x), jax.jvp(function, x, x), backward
+
+    found, wanted = (derivatives(each, *operands) for each in (sharded, function))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10),
+        found,
+        wanted,
+    )
+
+
+@pytest.mark.usefixtures("x64")
+def test_rows_on_a_typed_mesh_stay_where_they_are() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape)) for shape in ((8, 5), (5, 7)))
+    mesh = mesh_of(AxisType.Explicit, data=4)
+    (rows,) = placed(mesh, [x], [("data",)])
+    with jax.set_mesh(mesh):
+        out = jax.jit(matmul)(rows, w)
     assert jax.typeof(out).sharding.spec[0] == "data"
     np.testing.assert_allclose(out, x @ w, rtol=1e-10, atol=1e-10)
-    print("explicit")
-"""
-
-
-def test_sharded_calls_are_unsharded_calls() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", _SHARDED], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["conv", "matmul", "explicit"]
 
 
 def test_f64_is_f32_without_x64_as_in_jax() -> None:

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
-from benchmarks.traffic import traffic
+from benchmarks.xla.traffic import traffic
 from jax_cudnn import plans
 from jax_cudnn.lowering import partitioned
 from jax_cudnn.policy.tables import Scattered, Table

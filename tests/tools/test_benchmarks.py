@@ -5,6 +5,7 @@ Benchmarks run on a GPU, so nothing else here says that what they import is stil
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +26,7 @@ _MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for folder in ("benchmarks", "scripts")
     for path in (ROOT / folder).rglob("*.py")
+    if path.name != "__init__.py"
 )
 
 pytestmark = pytest.mark.once
@@ -41,6 +43,30 @@ def test_it_imports(name: str) -> None:
     for package in ("flax", "optax", "matplotlib"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     importlib.import_module(name)
+
+
+def test_programs_are_found_by_their_short_names() -> None:
+    """And nothing imports a module by one, which would load it twice."""
+    folder = ROOT / "benchmarks"
+    programs = [path for path in folder.glob("*/*.py") if path.name[0] != "_"]
+    short = {path.stem for path in programs}
+    assert len(short) == len(programs) > 40
+    assert not short & {path.name for path in folder.iterdir()}
+    for path in programs:
+        found = importlib.util.find_spec(f"benchmarks.{path.stem}")
+        assert found is not None
+        assert found.origin == str(path)
+    pattern = re.compile(
+        r"benchmarks\.(\w+)\s+import|import_module\(.benchmarks\.(\w+).\)"
+    )
+    named = {
+        name
+        for top in ("benchmarks", "scripts", "tests", "examples")
+        for path in (ROOT / top).rglob("*.py")
+        for match in pattern.findall(path.read_text(encoding="utf-8"))
+        for name in match
+    }
+    assert not short & named
 
 
 @pytest.mark.thorough
@@ -229,7 +255,8 @@ def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
 
 
 def test_parts_have_all_cells_once(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import contest_report, conv_report_cells
+    from benchmarks.harness import contest_report
+    from benchmarks.products import conv_report_cells
 
     cells = conv_report_cells.cells(small=True)
     report = contest_report.Report(
@@ -249,7 +276,7 @@ def test_parts_have_all_cells_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_contender_that_fails_has_its_reason_and_others_go_on() -> None:
-    from benchmarks import contest, contest_report
+    from benchmarks.harness import contest, contest_report
 
     def refuses(x: Any) -> Any:
         raise NotImplementedError("not of this size\nand more")
@@ -295,7 +322,7 @@ def test_a_contender_that_fails_has_its_reason_and_others_go_on() -> None:
 
 @pytest.mark.parametrize(("ratio", "told"), [(0.554, "met"), (0.556, "missed")])
 def test_a_goal_is_met_to_two_digits(ratio: float, told: str) -> None:
-    from benchmarks.contest_report import verdict
+    from benchmarks.harness.contest_report import verdict
 
     assert verdict({"goal": 0.55, "ratio": ratio}) == f"≤ 0.55 {told}"
 
@@ -325,7 +352,7 @@ ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
 
 
 def test_bytes_of_a_program() -> None:
-    code = importlib.import_module("benchmarks.xla_code")
+    code = importlib.import_module("benchmarks.xla.xla_code")
     assert code.kernels(_PROGRAM) == [
         code.Kernel(name=f"%{name}", op=op, read=read, written=written)
         for name, op, read, written in (
@@ -339,7 +366,7 @@ def test_bytes_of_a_program() -> None:
 def test_workloads_whose_bytes_are_counted_have_the_same_shapes() -> None:
     """So they are all made, which needs no compiler for a GPU."""
     pytest.importorskip("flax", reason="flax is not installed")
-    code = importlib.import_module("benchmarks.xla_code")
+    code = importlib.import_module("benchmarks.xla.xla_code")
     found = code.workloads()
     assert len(found) > 60
     for work in found:
@@ -352,8 +379,17 @@ def test_workloads_whose_bytes_are_counted_have_the_same_shapes() -> None:
         assert all(each == first for each in others), work.name
 
 
+def test_pages_are_what_programs_print_of_their_data() -> None:
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    pages = dict(importlib.import_module("benchmarks.harness.pages").printed())
+    assert len(pages) >= 30
+    stale = [page.name for page, text in pages.items() if page.read_text() != text]
+    assert stale == [], "run `python -m benchmarks.pages`"
+
+
 def test_new_rows_replace_those_of_the_same_names() -> None:
-    renewed = importlib.import_module("benchmarks.records").renewed
+    renewed = importlib.import_module("benchmarks.harness.records").renewed
     texts = ["b train 1", "a infer 1", "a train 1", "a train 2"]
     rows = [dict(zip(("model", "what", "us"), x.split(), strict=True)) for x in texts]
     new = [{"model": "a", "what": "train", "us": "3"}]
@@ -366,11 +402,12 @@ def test_new_rows_replace_those_of_the_same_names() -> None:
 def test_rows_that_are_kept_say_their_driver_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("benchmarks.row_by_row")
+    module = importlib.import_module("benchmarks.harness.program")
+    records = importlib.import_module("benchmarks.harness.records")
 
     def run(us: int, *flags: str, **versions: str) -> dict[str, Any]:
         made = {"GPU": "H100", "driver": "580", "JAX": "0.11", "cuDNN": "9", **versions}
-        monkeypatch.setattr(module, "environment", lambda: made)
+        monkeypatch.setattr(records, "environment", lambda: made)
         monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path), *flags])
         module.run_benchmark(
             "What it asks.",
@@ -398,7 +435,13 @@ def test_rows_that_are_kept_say_their_driver_too(
 
 
 def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
-    flags = ("--tiny", "--only", "convnext: matmul|^matmul.*i8", "--out", str(tmp_path))
+    flags = (
+        "--small",
+        "--only",
+        "convnext: matmul|^matmul.*i8",
+        "--out",
+        str(tmp_path),
+    )
     done = _run("benchmarks.untuned_cells", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "untuned_cells.json").read_text())["rows"]
@@ -437,7 +480,7 @@ def test_xla_forms_are_timed_beside_plain_jax(tmp_path: Path) -> None:
     ):
         row[way]["ratio"] = 1.0
     product["with gradients"]["ratio"] = 1.05
-    page = importlib.import_module("benchmarks.xla_forms").markdown(data)
+    page = importlib.import_module("benchmarks.xla.xla_forms").markdown(data)
     assert "Of 5 programs, 1 take more than 1.05 of the time of plain JAX." in page
     told = "layer_norm 5 x 40, forward: 1.50 (1.40-1.75) of jnp.var, which takes 3.0 µs"
     assert f"\n- {told}\n" in page
@@ -445,7 +488,7 @@ def test_xla_forms_are_timed_beside_plain_jax(tmp_path: Path) -> None:
 
 
 def test_xla_forms_have_the_results_of_plain_jax() -> None:
-    cells = importlib.import_module("benchmarks.xla_form_cells")
+    cells = importlib.import_module("benchmarks.xla.xla_form_cells")
     names = list(map(str, cells.workloads(small=False)))
     assert len({*names}) == len(names) > 40
     for work in cells.workloads(small=False):
@@ -459,7 +502,7 @@ def test_xla_forms_have_the_results_of_plain_jax() -> None:
 
 
 def test_small_attention_is_drawn_for_each_case() -> None:
-    benchmark = importlib.import_module("benchmarks.small_attention")
+    benchmark = importlib.import_module("benchmarks.policy.small_attention")
     calls = [call for _, call in benchmark.chosen(0, 2)]
     cases = [(call.has_gradients, benchmark.is_one(call)) for call in calls]
     assert {case: cases.count(case) for case in cases} == dict.fromkeys(
@@ -476,7 +519,7 @@ def test_small_attention_is_drawn_for_each_case() -> None:
         for call in calls
         for scores in (2**20, 2**23)
     ]
-    environment = importlib.import_module("benchmarks.report").environment()
+    environment = importlib.import_module("benchmarks.harness.versions").environment()
     page = benchmark.markdown({"environment": environment, "rows": rows})
     assert page.count("| 2 | 0.50 | 0.50 | 0.50 |") == 8
     heads = 2 * 2  # and the lines below them

@@ -17,8 +17,7 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn.choices import Choice
-from jax_cudnn.cli import bench, explain, main
-from jax_cudnn.cli.problems import Problem, add_problems
+from jax_cudnn.cli import bench, calls, main
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.tuning.candidate_times import Timed
@@ -28,200 +27,170 @@ from tests.common.planner import H200, PIN, made_plan
 pytestmark = pytest.mark.once
 
 
-def _problem(text: str) -> Problem:
+def _call(text: str) -> calls.Call:
     parser = argparse.ArgumentParser()
-    add_problems(parser)
-    arguments = parser.parse_args(text.split())
-    problem = arguments.make(arguments)
-    return problem.gradient() if arguments.gradient else problem
+    calls.add_call(parser)
+    return calls.call_of(parser.parse_args(text.split()))
 
 
 def _kinds(text: str) -> list[str]:
-    problem = _problem(text)
-    found = traced_graphs(problem.function, *problem.operands)
+    function, operands = _call(text)
     return [
         getattr(node.attributes, "mode", node.kind)
-        for graph, _, _ in found
+        for graph, _, _ in traced_graphs(function, *operands)
         for node in graph.nodes
     ]
 
 
-# --- problems -------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------
+
+_MATMUL = "jax_cudnn:matmul --args bf16[7,3] bf16[3,5]"
+_SDPA = "jax_cudnn:sdpa --args bf16[2,7,6,8] bf16[2,5,3,8] bf16[2,5,3,8]"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("bf16[4,128]", ("", ((4, 128), "bfloat16"))),
+        (" half[ 3 , 5 ] ", ("", ((3, 5), "float16"))),
+        ("f32[]", ("", ((), "float32"))),
+        ("bias=float32[5]", ("bias", ((5,), "float32"))),
+        ("mask=bool[1,1,7,5]", ("mask", ((1, 1, 7, 5), "bool"))),
+        ("w=f8_e4m3fn[3]", ("w", ((3,), "float8_e4m3fn"))),
+        ("is_causal=True", ("is_causal", True)),
+        ("local_window_size=(3,None)", ("local_window_size", (3, None))),
+        ("scale=-0.5", ("scale", -0.5)),
+        ("activation=gelu", ("activation", "gelu")),
+        ("activation='gelu'", ("activation", "gelu")),
+        ("bias=None", ("bias", None)),
+    ],
+)
+def test_arguments_are_arrays_literals_or_words(text: str, told: Any) -> None:
+    name, value = calls.argument(text)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        value = value.shape, str(value.dtype)
+    assert (name, value) == told
 
 
 @pytest.mark.parametrize(
     ("text", "shapes"),
     [
-        ("matmul 7x5x3", [(7, 3), (3, 5), (7, 5)]),
-        ("matmul 2x7x5x3 --bias", [(2, 7, 3), (2, 3, 5), (5,), (2, 7, 5)]),
-        ("sdpa 2x7x6x8", [*[(2, 7, 6, 8)] * 3, (2, 7, 6, 8)]),
+        (_MATMUL, [(7, 3), (3, 5), (7, 5)]),
+        (f"{_MATMUL} bias=bf16[5] activation=relu", [(7, 3), (3, 5), (5,), (7, 5)]),
         (
-            "sdpa 2x7x6x8 --key-length 5 --key-heads 3 --causal",
-            [(2, 7, 6, 8), (2, 5, 3, 8), (2, 5, 3, 8), (2, 7, 6, 8)],
+            f"{_SDPA} is_causal=True",
+            [(2, 7, 6, 8), *[(2, 5, 3, 8)] * 2, (2, 7, 6, 8)],
         ),
-        ("conv 2x9x7x4 3x5x6", [(2, 9, 7, 4), (3, 5, 4, 6), (2, 9, 7, 6)]),
         (
-            "conv 2x9x7x4 3x5x6 --stride 2 --padding VALID --groups 2 --bias",
-            [(2, 9, 7, 4), (3, 5, 2, 6), (6,), (2, 4, 2, 6)],
-        ),
-        ("conv 2x7x4 5x6", [(2, 7, 4), (5, 4, 6), (2, 7, 6)]),
-        ("conv 2x3x9x7x4 3x3x5x6", [(2, 3, 9, 7, 4), (3, 3, 5, 4, 6), (2, 3, 9, 7, 6)]),
-        (
-            "sdpa 2x7x6x8 --key-length 5 --bias",
-            [(2, 7, 6, 8), *[(2, 5, 6, 8)] * 2, (1, 6, 7, 5), (2, 7, 6, 8)],
+            "jax_cudnn:conv --args bf16[2,9,7,4] bf16[3,5,2,6] padding=VALID "
+            "window_strides=2,2 feature_group_count=2 "
+            "dimension_numbers=('NHWC','HWIO','NHWC')",
+            [(2, 9, 7, 4), (3, 5, 2, 6), (2, 4, 2, 6)],
         ),
     ],
 )
-def test_sizes_become_operands(text: str, shapes: list[tuple[int, ...]]) -> None:
-    names = {
-        **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
-        **dict.fromkeys(("f16", "fp16", "half", "float16"), "float16"),
-        **dict.fromkeys(("f32", "fp32", "float32"), "float32"),
-    }
-    for dtype, name in names.items():
-        problem = _problem(f"{text} --dtype {dtype}")
-        result = jax.eval_shape(problem.function, *problem.operands)
-        found = (*problem.operands, result)
-        assert [each.shape for each in found] == shapes
-        assert {str(each.dtype) for each in found} == {name}
+def test_arrays_become_operands(text: str, shapes: list[tuple[int, ...]]) -> None:
+    function, operands = _call(text)
+    found = (*operands, jax.eval_shape(function, *operands))
+    assert [each.shape for each in found] == shapes
+    assert {str(each.dtype) for each in found} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("weights", ["i8", "u8", "f8_e4m3fn", "f8_e5m2"])
-def test_weights_of_8_bits_have_a_scale_for_each_column(weights: str) -> None:
-    text = f"matmul 7x5x3 --weights {weights} --bias"
-    ((graph, _, _),) = traced_graphs(_problem(text).function, *_problem(text).operands)
+def test_weights_of_8_bits_have_a_scale_for_each_column() -> None:
+    text = "jax_cudnn:matmul --args bf16[7,3] int8[3,5] scale_b=f32[5] bias=bf16[5]"
+    function, operands = _call(text)
+    ((graph, _, _),) = traced_graphs(function, *operands)
     found = [(t.dtype, t.dims) for t in graph.input_tensors]
     assert found == [
         ("bf16", (1, 7, 3)),
-        (weights, (1, 3, 5)),
+        ("i8", (1, 3, 5)),
         ("f32", (1, 1, 5)),
         ("bf16", (1, 1, 5)),
     ]
     assert _kinds(text) == ["identity", "matmul", "mul", "add"]
-    # Of x and of the bias; weights and scale are given.
-    problem = _problem(f"{text} --gradient")
-    gradients = jax.eval_shape(problem.function, *problem.operands)
-    assert [each.shape for each in gradients] == [(7, 3), (5,)]
 
 
 def test_what_follows_and_gradients_are_in_the_graphs() -> None:
     fused = ["matmul", "add", "relu"]
-    assert _kinds("matmul 7x5x3 --bias --activation relu") == fused
-    kinds = _kinds("conv 2x9x7x8 3x5x6 --gradient")
-    assert kinds == ["conv_fprop", "conv_wgrad", "conv_dgrad"]
-    assert _kinds("sdpa 2x7x6x8 --gradient") == ["sdpa", "sdpa_backward"]
-    problem = _problem("sdpa 2x7x6x8 --causal")
-    ((graph, _, _),) = traced_graphs(problem.function, *problem.operands)
-    assert getattr(graph.nodes[0].attributes, "is_causal") is True  # noqa: B009
+    assert _kinds(f"{_MATMUL} bias=bf16[5] activation=relu") == fused
+    kinds = _kinds(f"{_MATMUL} --gradient")
+    assert kinds == ["matmul"] * 3
+    assert _kinds(f"{_SDPA} --gradient") == ["sdpa", "sdpa_backward"]
+    function, operands = _call(f"{_SDPA} is_causal=True local_window_size=3")
+    ((graph, _, _),) = traced_graphs(function, *operands)
+    attributes: Any = graph.nodes[0].attributes
+    assert (attributes.is_causal, attributes.window) == (True, (3, 3))
+    norm = "jax_cudnn:group_norm --args bf16[2,5,6] f32[6] f32[6] groups=3 --gradient"
+    assert _kinds(norm) == ["group_norm", "group_norm_backward"]
 
 
-def test_what_hides_keys_is_no_operand_to_train() -> None:
-    text = "sdpa 2x7x6x8 --bias --mask --lengths --window 3 --gradient"
-    problem = _problem(text)
-    types = [(each.shape, str(each.dtype)) for each in problem.operands[3:]]
-    assert types == [
-        ((1, 6, 7, 7), "bfloat16"),
-        ((1, 1, 7, 7), "bool"),
-        *[((2,), "int32")] * 2,
-    ]
-    gradients = jax.eval_shape(problem.function, *problem.operands)
-    assert [each.shape for each in gradients] == [*[(2, 7, 6, 8)] * 3, (1, 6, 7, 7)]
-    graphs = traced_graphs(problem.function, *problem.operands)
-    assert all(g.nodes[0].attributes.window == (3, 3) for g, _, _ in graphs)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "layer_norm 7x6",
-        "rms_norm 7x6",
-        "group_norm 2x5x3x6 --groups 3",
-        "instance_norm 2x5x6",
-        "batch_norm 2x3x5x3x6 --activation relu",
-    ],
-)
-def test_norms_have_factors_in_f32(text: str) -> None:
-    problem = _problem(f"{text} --gradient")
-    assert [str(each.dtype) for each in problem.operands] == [
-        "bfloat16",
-        *["float32"] * 2,
-    ]
-    gradients = jax.eval_shape(problem.function, *problem.operands)
+def test_gradients_are_those_of_arrays_of_floats() -> None:
+    more = "mask=bool[1,1,7,5] bias=bf16[1,6,7,5] query_seq_lengths=i32[2]"
+    function, operands = _call(f"{_SDPA} {more} --gradient")
+    assert [str(each.dtype) for each in operands[3:]] == ["bool", "bfloat16", "int32"]
+    gradients = jax.eval_shape(function, *operands)
     assert [each.shape for each in gradients] == [
-        each.shape for each in problem.operands
+        (2, 7, 6, 8),
+        *[(2, 5, 3, 8)] * 2,
+        (1, 6, 7, 5),
     ]
-    name = text.split()[0].replace("instance", "group")
-    assert _kinds(f"{text} --gradient") == [name, f"{name}_backward"]
 
 
+@pytest.mark.parametrize("command", ["bench", "explain"])
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("matmul 8x9", "'8x9' is not MxNxR or BxMxNxR, sizes above 0"),
-        ("matmul 8x9x0", "'8x9x0' is not MxNxR or BxMxNxR, sizes above 0"),
-        ("sdpa 8x9x-3x4", "'8x9x-3x4' is not BxSxHxD"),
-        ("conv 2x9x7x8 3", "'3' is not XxO or YxXxO or ZxYxXxO"),
-        ("matmul 8x9x5 --dtype f64", "'f64' is not a dtype of bench: bf16, bfloat16,"),
-        ("matmul 8x9x5 --weights i4", "invalid choice: 'i4'"),
-        ("sdpa 8x9x3x4 --key-length -5", "'-5' is not a number above 0"),
-        ("conv 2x9x7x8 3x3x4 --stride 0", "'0' is not a number above 0"),
+        ("matmul 8x9x5", "'matmul' is not MODULE:FUNCTION, such as jax_cudnn:matmul"),
+        ("jax_cudnn:nope", "'jax_cudnn:nope' is not there: "),
+        ("jax_cudnn:__version__", "'jax_cudnn:__version__' is not a function"),
+        ("jax_cudnn:matmul --args 8x9", "'8x9' is not a dtype with sizes, such as"),
+        (
+            "jax_cudnn:matmul --args i4[8]",
+            "'i4[8]' is not a dtype with sizes, such as \"bf16[4,128,8,64]\"",
+        ),
+        ("jax_cudnn:matmul --args x=bf61[8]", "'bf61[8]' is not a dtype with sizes"),
     ],
 )
 def test_arguments_that_are_wrong_are_named(
-    arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+    command: str, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as raised:
-        main(["bench", *arguments.split()])
+        main([command, *arguments.split()])
     assert raised.value.code == 2
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["bench", "explain"])
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("matmul 8x9x5 --activation nope", "activation='nope' is not one of"),
-        ("sdpa 2x7x6x8 --key-heads 4", "6 query heads are not a multiple of 4"),
-        ("conv 2x9x7x8 3x6", "The images have 2 sizes and the filters 1."),
-        ("conv 2x9x7x8 3x3x6 --groups 3", "8 channels do not divide into 3 groups."),
+        (
+            "jax_cudnn:matmul",
+            "--args has 0 arguments, which do not fit the function: missing a required",
+        ),
+        ("jax_cudnn:matmul --args f32[2,3]", "--args has 1 arguments, which"),
+        (f"{_MATMUL} biass=f32[5]", "unexpected keyword argument 'biass'"),
+        (
+            "jax_cudnn:matmul --args i8[2,3] i8[3,5] --gradient",
+            "--gradient: none of the operands is of a float dtype",
+        ),
+        (f"{_MATMUL} activation=nope", "activation='nope' is not one of"),
     ],
 )
 def test_what_no_machine_can_do_is_said_without_a_gpu(
-    arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+    command: str, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments.split()]) == 2
+    assert main([command, *arguments.split()]) == 2
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("operands", "told"),
-    [
-        (
-            (),
-            "--args has 0 operands, which do not fit the function: missing a required",
-        ),
-        (("f32[2,3]",), "--args has 1 operands"),
-        (
-            ("i8[2,3]", "i8[3,5]", "--gradient"),
-            "--gradient: none of the operands is of a float dtype",
-        ),
-    ],
-)
-def test_operands_of_explain_that_do_not_fit_are_named(
-    operands: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_bench_refuses_a_function_without_kernels(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["explain", "jax_cudnn:matmul", "--args", *operands]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_weights_are_written_as_other_dtypes_are() -> None:
-    graphs = [
-        traced_graphs(problem.function, *problem.operands)
-        for problem in map(_problem, [f"{_EIGHT} i8", f"{_EIGHT} int8"])
-    ]
-    assert graphs[0] == graphs[1]
-
-
-_EIGHT = "matmul 7x5x3 --weights"
+    assert main(["bench", "jax.numpy:sin", "--args", "f32[3]"]) == 2
+    told = capsys.readouterr().err
+    assert "bench: the function calls none of jax_cudnn's operations" in told
+    assert "Name one that does, such as jax_cudnn:sdpa." in told
 
 
 def _help(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -231,29 +200,14 @@ def _help(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-_OPERATIONS = (
-    *("matmul", "sdpa", "conv", "layer_norm", "rms_norm"),
-    *("group_norm", "instance_norm", "batch_norm"),
-)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("doctor",),
-        ("explain",),
-        ("calibrate",),
-        *(("bench", name) for name in _OPERATIONS),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", ["doctor", "explain", "calibrate", "bench"])
 def test_help_is_sentences_with_the_defaults_of_all_options(
-    command: tuple[str, ...],
+    command: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    told = _help(*command, capsys=capsys)
+    told = _help(command, capsys=capsys)
     # A long name has its words in the next line.
     options = re.findall(r"^  --\S+.*?  +(\S.*)$|^  --.*\n +(\S.*)$", told, re.M)
     assert len(options) == len(re.findall("^  --", told, re.M)) > 1
@@ -268,16 +222,12 @@ def test_help_begins_with_what_a_command_does(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     for command, told in {
-        "bench": "Times one problem on this machine's GPU, with random operands in "
-        "separate memory. ",
+        "bench": "Times each kernel of a function's calls on this machine's GPU, ",
         "calibrate": "Times kernels of the sizes that models have by cuDNN ",
         "doctor": "Looks at this machine's GPUs, driver, JAX and cuDNN, ",
         "explain": "Asks cuDNN for a plan of each call that a function makes. ",
     }.items():
         assert f"\n\n{told}" in _help(command, capsys=capsys)
-    assert "an instance norm of images" in _help("bench", capsys=capsys)
-    told = _help("bench", "instance_norm", capsys=capsys)
-    assert "\n\nTimes an instance norm of images.\n\n" in told
 
 
 @pytest.fixture
@@ -321,7 +271,7 @@ def test_the_current_folder_comes_last_once_the_module_is_imported(
     monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    first = explain._imported("module_of_mine").FIRST
+    first = calls._imported("module_of_mine").FIRST
     assert first == str(tmp_path)
     assert sys.path == [*before, str(tmp_path)]
 
@@ -365,11 +315,14 @@ def test_a_reader_that_goes_away_is_no_error(command: str, buffered: bool) -> No
     assert process.returncode == (0 if is_help else 128 + signal.SIGPIPE)
 
 
+_BENCH = ("bench", "jax_cudnn:matmul", "--args", "bf16[8,5]", "bf16[5,9]")
+
+
 def test_bench_needs_a_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "local_target", lambda: None)
-    assert main(["bench", "matmul", "8x9x5"]) == 1
+    assert main([*_BENCH]) == 1
     assert "bench needs an NVIDIA GPU; JAX sees none here." in capsys.readouterr().err
 
 
@@ -417,7 +370,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 def test_bench_tells_xla_first_best_and_every_candidate(
     measured: list[Graph], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "matmul", "8x9x5"]) == 0
+    assert main([*_BENCH]) == 0
     assert [part.nodes[0].kind for part in measured] == ["matmul"]
     told = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert told == [
@@ -436,7 +389,7 @@ def test_bench_tells_xla_first_best_and_every_candidate(
 def test_bench_prints_data(
     measured: list[Graph], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "matmul", "8x9x5", "--gradient", "--json"]) == 0
+    assert main([*_BENCH, "--gradient", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["schema"], data["device"]["name"]) == (1, "NVIDIA H200")
     assert len(data["parts"]) == len(measured) == 3
@@ -458,7 +411,7 @@ def test_bench_says_where_cudnn_has_no_plan(
     monkeypatch.setattr(bench, "time_candidates", lambda part, target: [])
     none = replace(_CHOICE, cudnn_us=None)
     monkeypatch.setattr(bench, "measure", lambda *_: none)
-    assert main(["bench", "matmul", "8x9x5"]) == 0
+    assert main([*_BENCH]) == 0
     told = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert told[-2:] == [
         "-  cuDNN's best plan, with its array work",

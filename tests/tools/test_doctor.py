@@ -18,7 +18,8 @@ from jax_cudnn.cli import main
 from jax_cudnn.doctor import machine
 from jax_cudnn.doctor.calibrations import Calibrations, OwnCalibration
 from jax_cudnn.doctor.diagnosis import Diagnosis
-from jax_cudnn.doctor.findings import Finding, examine
+from jax_cudnn.doctor.finding import Finding
+from jax_cudnn.doctor.findings import examine
 from jax_cudnn.doctor.machine import Cudnn, CudnnFile, Driver, Facts, InstalledGpu
 from jax_cudnn.doctor.system import System, container_of
 from jax_cudnn.errors import install_command

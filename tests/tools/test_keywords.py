@@ -163,6 +163,28 @@ _X = jnp.ones((2, 6, 6, 8))
             "Pass score_mod=score_mods.softcap(cap).",
         ),
         (jax_cudnn.sdpa, "cu_seqlens_q", "Pass mask=masks.Packed(offsets)."),
+        (
+            *(jax_cudnn.sdpa, "max_seqlen_q"),
+            "Leave it out, or pass mask=masks.Packed(offsets, max_length=...).",
+        ),
+        (
+            *(jax_cudnn.sdpa, "key_padding_mask"),
+            "Where True means padding, pass mask=~padding[:, None, None, :]. For "
+            "padding on the right, key_value_seq_lengths takes no memory.",
+        ),
+        (
+            *(jax_cudnn.sdpa, "attn_mask_type"),
+            "Pass is_causal=True, or a mask of jax_cudnn.masks.",
+        ),
+        (
+            *(jax_cudnn.qkv_sdpa, "block_mask"),
+            "Pass a mask of jax_cudnn.masks, or an array of bools.",
+        ),
+        (
+            *(jax_cudnn.sdpa, "need_weights"),
+            "Attention weights are not stored, and cannot be returned.",
+        ),
+        (jax_cudnn.sdpa, "core_attention_bias", "Did you mean bias?"),
         (jax_cudnn.cached_sdpa, "cache_seqlens", "Did you mean key_value_seq_lengths?"),
         (jax_cudnn.paged_sdpa, "block_table", "Did you mean page_table?"),
         (jax_cudnn.layer_norm, "eps", "Did you mean epsilon?"),

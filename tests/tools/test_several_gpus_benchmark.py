@@ -59,7 +59,7 @@ def _run(name: str, *arguments: str, devices: int) -> subprocess.CompletedProces
 
 @pytest.fixture
 def benchmark_module():
-    return importlib.import_module("benchmarks.several_gpus")
+    return importlib.import_module("benchmarks.sharding.several_gpus")
 
 
 def test_every_cell_is_timed_beside_plain_jax(tmp_path):
@@ -148,7 +148,7 @@ def test_a_training_step_is_timed_beside_plain_jax(tmp_path):
 
 
 def test_a_step_is_divided_in_every_way():
-    train_gpt = importlib.import_module("benchmarks.train_gpt")
+    train_gpt = importlib.import_module("benchmarks.sharding.train_gpt")
     one, same, more, *others = train_gpt.ways(train_gpt.SIZES["tiny"])
     assert (one.mesh, one.batch) == ("1x1", 8)
     assert (same.mesh, same.batch) == ("8x1", 8)
@@ -190,7 +190,7 @@ def test_contenders_train_llama_on_one_state_in_turns(tmp_path, monkeypatch):
 
 
 def test_losses_of_llama_that_differ_fail():
-    llama = importlib.import_module("benchmarks.llama")
+    llama = importlib.import_module("benchmarks.sharding.llama")
     assert llama.check([2.0, 1.01], [2.0, 1.0]) == pytest.approx(0.01)
     for losses in ([2.1, 1.0], [2.0, float("nan")]):
         with pytest.raises(RuntimeError, match="are not those of plain JAX"):
@@ -204,7 +204,7 @@ def test_losses_of_llama_that_differ_fail():
 
 
 def test_time_that_events_cover_is_counted_once():
-    llama = importlib.import_module("benchmarks.llama")
+    llama = importlib.import_module("benchmarks.sharding.llama")
     spans = [(5.0, 2.0), (0.0, 3.0), (1.0, 1.0), (6.0, 4.0)]
     events = [llama.Event("kernel", length, start) for start, length in spans]
     assert llama.covered(events) == 3 + 5

@@ -4,8 +4,7 @@
 import copy
 import json
 import math
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from jax_cudnn import GraphError, LibraryError, cache, choices, matmul, plans
 from jax_cudnn.choices import Choice, ChoiceTable, Key, key_of
 from jax_cudnn.graph import Target
 from jax_cudnn.lowering import traced_graphs
+from tests.common import forked
 
 pytestmark = pytest.mark.once
 
@@ -333,21 +333,10 @@ def test_a_lock_that_is_held_is_waited_for_and_then_let_be(
 
 
 def test_processes_that_tune_at_once_lose_nothing(folder: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from jax_cudnn import choices, plans
-from jax_cudnn.choices import Choice, Key
-plans.set_cache(sys.argv[1])
-for i in range(20):
-    choice = Choice(op="", operands="", implementation="xla")
-    choices.remember({Key(sys.argv[2], i, "g"): choice})
-"""
-    workers = [
-        subprocess.Popen([sys.executable, "-c", program, str(folder), str(number)])
-        for number in range(4)
-    ]
-    assert [worker.wait(timeout=120) for worker in workers] == [0] * 4
+    done = forked.run(
+        "tests.tuning.remembering", str(folder), "4", "20", environment=os.environ
+    )
+    assert done.returncode == 0, done.stderr
     assert set(choices.kept()) == {
         Key(str(number), i, "g") for number in range(4) for i in range(20)
     }

@@ -26,6 +26,8 @@ from jax_cudnn.policy import ranking
 from jax_cudnn.reference.interpreter import evaluate
 from jax_cudnn.tuning import (
     OutOfTimeError,
+    agreement,
+    contest,
     fastest,
     measure,
     races,
@@ -138,14 +140,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(native, "candidates", gpu.candidates)
     monkeypatch.setattr(native, "plan", gpu.plan)
     monkeypatch.setattr(races, "PlanStopwatch", _Stopwatch)
-    monkeypatch.setattr(fastest, "OperandSets", _Sets)
-    monkeypatch.setattr(fastest, "needed_bytes", lambda _: 300)
-    monkeypatch.setattr(fastest, "free_bytes", lambda _: gpu.free_bytes)
-    monkeypatch.setattr(fastest, "run_cudnn", run_cudnn)
-    monkeypatch.setattr(fastest, "run_xla", run_xla)
-    monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
+    monkeypatch.setattr(contest, "OperandSets", _Sets)
+    monkeypatch.setattr(contest, "needed_bytes", lambda _: 300)
+    monkeypatch.setattr(contest, "free_bytes", lambda _: gpu.free_bytes)
+    monkeypatch.setattr(contest, "run_cudnn", run_cudnn)
+    monkeypatch.setattr(contest, "run_xla", run_xla)
+    monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
     monkeypatch.setattr(
-        fastest, "time_calls", lambda call, count, samples: Measurement.of([call()])
+        contest, "time_calls", lambda call, count, samples: Measurement.of([call()])
     )
     return gpu
 
@@ -273,7 +275,7 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, free: int, runs: int
 ) -> None:
     ran: list[float] = []
-    compiled, pins = fastest.compile_over_sets, [_pin(each) for each in gpu.engines]
+    compiled, pins = contest.compile_over_sets, [_pin(each) for each in gpu.engines]
 
     def compile_over_sets(function: Callable[..., Any], types: Any) -> Any:
         program = compiled(function, types)
@@ -292,7 +294,7 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
             return super().time(plan, **options)
 
     before: list[int] = []
-    monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
+    monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
     monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
     gpu.free_bytes = free
     _measure()
@@ -481,7 +483,7 @@ def test_results_that_nothing_can_be_compared_with_are_not_refused(
     def out_of_memory(*args: Any) -> list[jax.Array]:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(fastest, "reference_results", out_of_memory)
+    monkeypatch.setattr(agreement, "reference_results", out_of_memory)
     gpu.wrong = {10}
     assert _measure().plan == _pin(10)
 
@@ -518,8 +520,8 @@ class _Failing:
 
 
 def test_what_fails_after_its_launch_does_not_run() -> None:
-    assert fastest._unless_it_fails(lambda: [_Failing()]) is None
-    assert fastest._unless_it_fails(lambda: [1]) == [1]
+    assert agreement.unless_it_fails(lambda: [_Failing()]) is None
+    assert agreement.unless_it_fails(lambda: [1]) == [1]
 
 
 def test_no_plan_is_compared_when_the_time_is_over(
@@ -648,7 +650,7 @@ def test_as_many_parts_are_begun_as_there_is_time_for(
         begun.append(len(works))
         return together.in_stages(works)
 
-    monkeypatch.setattr(fastest, "_Contest", Contest)
+    monkeypatch.setattr(fastest, "Contest", Contest)
     monkeypatch.setattr(fastest, "in_stages", in_stages)
     monkeypatch.setattr(fastest, "local_device", lambda: SimpleNamespace(
         local_hardware_id=3

@@ -64,6 +64,12 @@ def run_sdpa(
             f"sdpa: mask is the class masks.{name}. Pass a mask, such as "
             f"masks.{name}()."
         )
+    if isinstance(given.mask, str):
+        raise TypeError(
+            f"sdpa: mask is {given.mask!r}, a name. It must be an array of bools or "
+            "one of jax_cudnn.masks. Pass for example is_causal=True or "
+            "mask=masks.Causal()."
+        )
     if isinstance(given.mask, Mask):
         visibility = _joined(given.mask, visibility, query, key, layout)
     operands, has_batch = canonicalize(

@@ -19,7 +19,7 @@ from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.attention.attend import Operands, by_rows, sdpa_tensors, stored_order
 from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
 from jax_cudnn.ops.attention.operands import canonicalize
-from jax_cudnn.ops.attention.options import AttentionCall, F8Options, TokenCounts, takes
+from jax_cudnn.ops.attention.options import AttentionCall, F8Options, TokenCounts
 from jax_cudnn.ops.common.arguments import (
     check_flag,
     describe,
@@ -28,6 +28,7 @@ from jax_cudnn.ops.common.arguments import (
 from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
 from jax_cudnn.ops.common.plain import check_implementation
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.reference.attention.f8 import attention
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -91,7 +92,7 @@ def sdpa(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@takes(F8Options)
+@takes(AttentionCall, F8Options)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,

@@ -216,7 +216,7 @@ def _check_scores_like(
 
 
 def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
-    """Return how a mask or bias of fewer axes is meant, probably; "" if no one knows.
+    """Return what to do with a mask or bias that does not broadcast.
 
     Of the scores (*batch axes, h, s, t); axes are added in front, as in NumPy.
     """
@@ -228,7 +228,7 @@ def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str
         (h, t): "None, :, None, :",
     }.get(shape)
     if index is None:
-        return ""
+        return " Insert, expand or slice axes."
     if index.startswith(","):
         index = ", ".join([":"] * len(batch)) + index
     return f" Its axes are taken to be the last ones. Pass {name}[{index}]."

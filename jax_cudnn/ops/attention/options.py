@@ -3,21 +3,15 @@
 
 An option is a field of `AttentionCall`, which has its default and its description, and
 a keyword of the first of the typed dictionaries below that fits: the functions name
-these dictionaries, so type checkers know their keywords. `takes` writes the options
-into a function's signature and docstring. Options that are part of a graph become its
-attributes in `AttentionCall.attributes`.
+these dictionaries, so type checkers know their keywords. `takes`, of
+ops/common/signatures.py, writes the options into a function's signature and docstring.
+Options that are part of a graph become its attributes in `AttentionCall.attributes`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-import re
-import textwrap
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -185,120 +179,3 @@ def check_layer_options(**given: Unpack[LayerOptions]) -> dict[str, Any]:
     found = {**given, "local_window_size": window}
     plain = AttentionCall()
     return {name: x for name, x in found.items() if x != getattr(plain, name)}
-
-
-# --- signatures and docstrings --------------------------------------------------------
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-# Arguments that a docstring describes: a name, a colon, and lines that are indented.
-_ENTRY = re.compile(r"^  (\*{0,2}\w+): .*\n(?:    .*\n)*", re.MULTILINE)
-_REFERENCE = "as in :class:`AttentionCall`"
-_WIDTH = 84
-
-
-def takes(keywords: Any, **defaults: Any) -> Callable[[_Function], _Function]:
-    """Give a function with ``**options`` the options of a typed dictionary.
-
-    They are in its signature, and in its docstring in place of the entry ``**options``,
-    except for those that it describes itself. A description that refers to
-    `AttentionCall` is replaced by the one there. The function is called with keywords
-    that it has, and with the ``defaults`` that differ from those of `AttentionCall`.
-    """
-
-    def decorated(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
-        added = [*_parameters(keywords, defaults)]
-        first = [x for x in own if x.kind is not x.KEYWORD_ONLY]
-        named = [x for x in own if x.kind is x.KEYWORD_ONLY]
-        results = [x for x in named if x.name.startswith("return_")]
-        others = [x for x in named if x not in results]
-        described = [*first, *others, *added, *results]
-        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[_with_plain_type(x) for x in described],
-            return_annotation=_Plain(signature.return_annotation),
-        )
-        if function.__doc__ is not None:  # There is none under python -OO.
-            function.__doc__ = _described(function.__doc__, [x.name for x in described])
-        known = {x.name for x in described}
-
-        @functools.wraps(function)
-        def call(*args: Any, **given: Any) -> Any:
-            for name in given:
-                if name not in known:
-                    raise TypeError(
-                        f"{function.__name__}() got an unexpected keyword argument "
-                        f"{name!r}"
-                    )
-            return function(*args, **{**defaults, **given})
-
-        # Sphinx would look for all defaults in the source of what is wrapped.
-        del call.__wrapped__
-        return call  # type: ignore[return-value]
-
-    return decorated
-
-
-class _Plain(str):
-    """A type as it is written; `help` shows strings in quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _with_plain_type(parameter: inspect.Parameter) -> inspect.Parameter:
-    return parameter.replace(annotation=_Plain(parameter.annotation))
-
-
-def _parameters(keywords: Any, defaults: dict[str, Any]) -> Iterator[inspect.Parameter]:
-    """Yield the options of a typed dictionary, in the order of the call's fields."""
-    for field in dataclasses.fields(AttentionCall):
-        if field.name in keywords.__optional_keys__:
-            yield inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(field.name, field.default),
-                annotation=field.type,
-            )
-
-
-def _described(doc: str, names: list[str]) -> str:
-    """Return a docstring with what the call's fields are in place of references.
-
-    The entry ``**options`` becomes one for each of the names that has none.
-    """
-    doc = inspect.cleandoc(doc)
-    start = doc.index("\nArgs:\n")
-    end = doc.index("\n\n", start)
-    arguments = doc[start:end] + "\n"
-    own = {found[1] for found in _ENTRY.finditer(arguments)}
-
-    def written(found: re.Match[str]) -> str:
-        if found[1] == "**options":
-            return "".join(_entry(name) for name in names if name not in own)
-        return _entry(found[1]) if f": {_REFERENCE}" in found[0] else found[0]
-
-    arguments = _ENTRY.sub(written, arguments)
-    return doc[:start] + arguments.removesuffix("\n") + doc[end:]
-
-
-def _entry(name: str) -> str:
-    entry = textwrap.fill(
-        f"{name}: {_texts()[name]}",
-        _WIDTH,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return f"{entry}\n"
-
-
-@functools.cache
-def _texts() -> dict[str, str]:
-    """Return the description of each of the call's fields, on one line."""
-    doc = inspect.cleandoc(AttentionCall.__doc__ or "") + "\n"
-    return {
-        found[1]: " ".join(found[0].split()).removeprefix(f"{found[1]}: ")
-        for found in _ENTRY.finditer(doc)
-    }

@@ -9,11 +9,12 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.call import run_sdpa
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.qkv import QkvLayout, check_qkv
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import as_operand
 from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.signatures import takes
 
 
 @overload
@@ -58,7 +59,7 @@ def qkv_sdpa(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def qkv_sdpa(
     qkv: ArrayLike,
     bias: ArrayLike | None = None,
@@ -70,13 +71,13 @@ def qkv_sdpa(
     return_max_logit: bool = False,
     **options: Unpack[SdpaOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    r"""Return the attention of tokens to each other, given one array of q, k and v.
+    r"""Return self-attention, from one array that contains q, k and v.
 
-    A projection that makes queries, keys and values at once has them in one array.
-    cuDNN's kernel reads all three out of this array as they lie, and writes the
-    gradients of all three into one array of the same shape. Nothing is sliced, copied
-    or put together around the kernels. The meaning is that of :func:`jax_cudnn.sdpa`
-    over the three parts, with as many keys as queries, s = t.
+    For a fused projection, whose result has queries, keys and values in one array.
+    cuDNN's kernels read all three from this array in place, and write their gradients
+    into one array of the same shape, without slices, copies or concatenations. The
+    result equals :func:`jax_cudnn.sdpa` of the three parts, with as many keys as
+    queries, s = t.
 
     Axis letters: b batch, s length, h query heads, k key heads, d head size; 3 is an
     axis of size 3, for query, key and value in this order.
@@ -109,20 +110,20 @@ def qkv_sdpa(
       LibraryError: likewise.
 
     Notes:
-      Queries, keys and values are copied out of the array first, as a slice of it
-      would be, where the kernel takes them in another form: head sizes that are not
-      multiples of 8, a scale that is not positive, packed sequences, the gradient of
-      the log-sum-exp, a key count of 128 n + 64 in the gradient, or `score_mod` with
-      steps of its own in the gradient where keys are padded.
-      :func:`jax_cudnn.plans.inspect` says so of each call. The output is an array of
-      its own.
+      In these cases queries, keys and values are copied out of the array first: head
+      sizes that are not multiples of 8, a scale that is not positive, packed sequences,
+      the gradient of the log-sum-exp, a key count of 128 n + 64 in the gradient, or
+      `score_mod` with steps of its own in the gradient where keys are padded.
+      :func:`jax_cudnn.plans.inspect` says for each call whether it copies. The output
+      is a new array.
 
       Over several devices, a layout with a 3 is divided along the batch and the heads.
       Heads side by side are not divided, since a part of them would mix queries with
       keys: use a layout with a 3, or three arrays.
 
-      A layout of (k, h/k + 2, d), as in Megatron's GQA, has no one stride for the query
-      heads. Slice it, and pass the parts to :func:`jax_cudnn.sdpa`.
+      Megatron's layout for GQA, (k, h/k + 2, d), is not supported, because its query
+      heads are not evenly spaced. Slice it, and pass the parts to
+      :func:`jax_cudnn.sdpa`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

@@ -26,7 +26,7 @@ from jax_cudnn.lowering import attention_results, linear_call
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
 from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes, f8_operands
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
-from jax_cudnn.ops.attention.options import AttentionCall, F8Options, takes
+from jax_cudnn.ops.attention.options import AttentionCall, F8Options
 from jax_cudnn.ops.attention.parts import part_gradients
 from jax_cudnn.ops.common.arguments import check_flag, describe
 from jax_cudnn.ops.common.f8_scaling import (
@@ -37,6 +37,7 @@ from jax_cudnn.ops.common.f8_scaling import (
     quantize,
     scale_from_amax,
 )
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.reference.dtypes import dtype_name
 
 Arrays = Sequence[jax.Array]
@@ -76,7 +77,7 @@ def quantized_sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(F8Options)
+@takes(AttentionCall, F8Options)
 def quantized_sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -97,10 +98,10 @@ def quantized_sdpa(
     :func:`jax_cudnn.f8.sdpa` runs, and its f8 result is dequantised.
 
     Differentiable in query, key and value, in both modes and any order. The derivative
-    is that of :func:`jax_cudnn.sdpa` at the rounded operands, where rounding and
-    saturation count as the identity. First-order reverse mode runs cuDNN's 16-bit
-    backward kernel on the rounded operands, the f8 output and the log-sum-exp of the
-    forward pass. Scales have no gradient.
+    is the one of :func:`jax_cudnn.sdpa` at the rounded operands. It treats rounding and
+    saturation as the identity. First-order reverse mode runs cuDNN's 16-bit backward
+    kernel on the rounded operands, the f8 output and the log-sum-exp of the forward
+    pass. Scales have no gradient.
 
     Args:
       query: (b, s, h, d) or (s, h, d); bf16 or f16. Axis letters as in `f8.sdpa`.

@@ -109,8 +109,8 @@ def apply_rotary(
         a `base` or `fraction` that is not a Python number.
 
     Notes:
-      Beside positions of some 100,000, f32 angles of the highest frequencies are right
-      to about 0.01. This holds for every implementation with f32 angles.
+      At positions around 100,000, f32 angles of the highest frequencies have errors of
+      about 0.01. This holds for every implementation with f32 angles.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -226,6 +226,6 @@ def _positions(
         raise ValueError(
             f"apply_rotary: positions is {describe(array)}, which does not broadcast "
             f"to (batch axes, length) = {list(full)}. Each of its axes must be 1 or "
-            "the full size."
+            "the full size. Insert, expand or slice axes."
         )
     return jnp.reshape(array, shape).astype(dtype)

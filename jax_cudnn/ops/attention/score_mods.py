@@ -125,8 +125,9 @@ def alibi(slopes: ArrayLike) -> ScoreMod:
 def alibi_slopes(heads: int) -> jax.Array:
     """Return the slopes (heads,) of the ALiBi paper, f32.
 
-    For a power of two, 2^(-8 i / heads) for i from 1. For other counts, those of the
-    next smaller power of two, and then every other one of twice that power.
+    If `heads` is a power of two, slope i is 2^(-8 i / heads), counted from 1.
+    Otherwise, with p the next smaller power of two, the slopes for p heads come first,
+    and then every other slope for 2 p heads.
 
     Args:
       heads: how many query heads there are, at least 1.
@@ -153,8 +154,8 @@ def relative_bias(table: ArrayLike, bucket: Bucket | None = None) -> ScoreMod:
       table: (n, h), floats; differentiable. With the dtype of the query, the kernel
         computes the gradient's sum; else XLA does.
       bucket: the row for a relative position key - query, an int32 scalar. Default
-        None: the table is centred, its row n // 2 is for distance 0, and positions
-        beyond its ends take the end's. :func:`t5_buckets` gives that of T5.
+        None: row n // 2 is for distance 0, and positions beyond the ends of the table
+        use its first or last row. :func:`t5_buckets` returns the function that T5 uses.
 
     Raises:
       ValueError: a table with other axes, or with another number of rows than
@@ -207,7 +208,7 @@ def t5_buckets(
       count: how many buckets there are; the table has as many rows.
       farthest: the distance from which on all share a bucket.
       bidirectional: whether keys after the query have buckets of their own, as in
-        encoders. Without, they share that of distance 0, as in decoders.
+        encoders. If False, they share the bucket of distance 0, as in decoders.
 
     Raises:
       ValueError: no bucket is for a single position, or `farthest` is one of these.

@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.call import run_sdpa
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
-from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions
 from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.signatures import takes
 
 
 @overload
@@ -59,7 +60,7 @@ def sdpa(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@takes(SdpaOptions)
+@takes(AttentionCall, SdpaOptions)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -204,10 +205,10 @@ def sdpa(
       without the sink. It does not depend on dropout. cuDNN's kernel computes it
       together with the output (planned with 9.13 to 9.27, run with 9.19 on an H200:
       docs/random_attention.md). Other libraries also return the sum of exp(S -
-      maximum), which is exp(log-sum-exp - maximum). The derivative is that of the
-      largest score, of the first one if several are equal. XLA computes it, in memory
-      that grows with s * t, if a loss depends on the maximum. docs/attention.md has an
-      example, QK-clip.
+      maximum), which is exp(log-sum-exp - maximum). The gradient of the maximum goes to
+      the largest score, or to the first of several equal ones. XLA computes it if a
+      loss depends on the maximum, in memory that grows with s * t. docs/attention.md
+      has an example, QK-clip.
 
       **Dropout.** With a `dropout_rate` of p, weights are dropped after the softmax,
       and the others are divided by 1 - p:
@@ -217,7 +218,7 @@ def sdpa(
           O_{se} = \sum_t \frac{D_{st}}{1 - p} P_{st} V_{te}, \qquad
           \Pr(D_{st} = 1) = 1 - p
 
-      The log-sum-exp is that without dropout. D depends only on the key: it is the same
+      Dropout does not change the log-sum-exp. D depends only on the key: it is the same
       in each transformation of a call, on each platform, and for each sharding of the
       operands. Under :func:`jax.vmap` each example has the D of its key. In a
       :func:`jax.shard_map` of your own, each device would draw the same D for its part:

@@ -106,14 +106,15 @@ class Delayed:
 
 @dataclass(frozen=True)
 class MXFP8:
-    """OCP's MXFP8: f8_e4m3fn with a power of two as the scale of each 32 numbers.
+    """OCP's MXFP8: f8_e4m3fn, with a scale, a power of two, for each 32 numbers.
 
-    Blocks lie along the axis that a product sums over, so each product rounds its own
-    copies: six in a training step, of inputs, weights and cotangent along two axes
-    each. A scale is the smallest power of two with which the largest number of its
-    block does not saturate, in f8_e8m0fnu, and at least 2**-126: TransformerEngine and
-    `jax.nn` round up as well, where the specification's own method rounds down and
-    saturates. A block with NaN or an infinity is NaN. There is no state.
+    A block is 32 numbers along the contracted axis. The three matmuls of a training
+    step contract different axes, so inputs, weights and cotangents are each quantized
+    along two axes: six copies. A scale, in f8_e8m0fnu, is the smallest power of two
+    with which no number of its block saturates, and at least 2**-126. TransformerEngine
+    and `jax.nn` round scales up as well. The specification's own method rounds them
+    down, and the largest numbers may saturate. A block that contains NaN or an infinity
+    becomes NaN. There is no state.
 
     Example:
       >>> import jax.numpy as jnp
@@ -133,15 +134,17 @@ class MXFP8:
 class NVFP4:
     """NVIDIA's NVFP4: f4_e2m1fn with a scale in f8_e4m3fn for each 16 numbers.
 
-    A tensor has one more scale, f32: its largest number over 448 * 6. So that of a
-    block is its own largest number over 6, rounded to nearest, as everything else.
-    Blocks lie as those of :class:`MXFP8`. Numbers of 4 bits are 0, 0.5, 1, 1.5, 2, 3, 4
-    and 6, and their negatives. A block with NaN or an infinity is NaN, and no other
-    is. There is no state.
+    The tensor has an f32 scale as well: its largest absolute value divided by 448 * 6.
+    The scale of a block is its largest absolute value divided by 6 and by the tensor's
+    scale. All rounding is to nearest. Blocks are along the contracted axis, as in
+    :class:`MXFP8`. The numbers of 4 bits are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their
+    negatives. A block that contains NaN or an infinity becomes NaN; other blocks do not
+    change. There is no state.
 
     Notes:
-      What TransformerEngine does beside this is not here: stochastic rounding of
-      cotangents, random Hadamard transforms, and blocks of 16 x 16 for weights.
+      TransformerEngine also has these, which are not implemented here: stochastic
+      rounding of cotangents, random Hadamard transforms, and blocks of 16 x 16 for
+      weights.
 
     Example:
       >>> import jax.numpy as jnp
@@ -171,11 +174,11 @@ def _check_options(op: str, recipe: Delayed | Current) -> None:
 class DenseState(NamedTuple):
     """What `Delayed` knows of a layer's tensors: input, weights and cotangent.
 
-    Each field is a vector of history + 2 numbers, f32. It is passed back as it is:
-    gradients by it are the state of the next step. It is no parameter: optimizers and
-    clipping are to leave it alone. A layer that is not used in a step has zeros as its
-    next state, with which it begins anew. Without `grad`, cotangents get the
-    scales of their own amaxes, so that the next state is known forward.
+    Each field is an f32 vector of history + 2 numbers. The gradient with respect to the
+    state is the state of the next step. The state is not a parameter: exclude it from
+    optimizers and from gradient clipping. If a step does not use a layer, its next
+    state is zeros, and its history starts again. If `grad` is None, each cotangent is
+    scaled by its own amax, so the forward pass alone determines the next state.
     """
 
     x: jax.Array
@@ -191,8 +194,9 @@ export.register_namedtuple_serialization(
 def dense_state(recipe: Recipe) -> DenseState | None:
     """Return the state with which a layer begins; None for a recipe without one.
 
-    Until a step has been made, weights are held up to 7, inputs up to 448, and
-    gradients from 5e-10 to 1.75: what is larger saturates, what is smaller is 0.
+    The first step has no history. Its scales cover inputs up to 448, weights up to 7,
+    and gradients from 5e-10 to 1.75. Larger numbers saturate, and smaller gradients
+    become 0.
 
     Args:
       recipe: `f8.Delayed`, or one without a state.

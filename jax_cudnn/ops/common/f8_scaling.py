@@ -109,8 +109,8 @@ def quantize(
 ) -> jax.Array:
     """Return x / scale in f8, rounded to nearest even and saturating.
 
-    What is too large for the dtype becomes its largest number, infinities as well; NaN
-    stays NaN. JAX's own `astype` makes NaN of numbers that f8_e4m3fn cannot represent.
+    Numbers and infinities beyond the dtype's range become its largest number. NaN stays
+    NaN. JAX's `astype` turns numbers that f8_e4m3fn cannot represent into NaN.
 
     Args:
       x: an array of real numbers.
@@ -204,7 +204,7 @@ def update_history(history: ArrayLike, amax: ArrayLike) -> jax.Array:
     if old.ndim == 0 or old.shape[0] == 0 or old.shape[1:] != new.shape:
         raise ValueError(
             f"f8.update_history: history is {describe(old)} and amax {describe(new)}. "
-            "A history has one axis in front, of at least 1, and then those of amax. "
+            "A history has the axes of amax, and one of at least 1 in front of them. "
             "Begin with jnp.zeros((n, *amax.shape))."
         )
     return jnp.concatenate([new[None], old[:-1]])

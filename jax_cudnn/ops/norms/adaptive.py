@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.common.fusion import Operand
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.ops.norms.call import Norm, check_factor, given
+from jax_cudnn.ops.norms.options import NormCall, NormOptions, OneResultOptions
 
 
 @overload
@@ -23,12 +23,8 @@ def adaptive_layer_norm(
     scale: ArrayLike | None = ...,
     bias: ArrayLike | None = ...,
     *,
-    epsilon: float = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -37,29 +33,16 @@ def adaptive_layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = ...,
     bias: ArrayLike | None = ...,
-    *,
-    epsilon: float = ...,
-    residual: ArrayLike | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    return_statistics: bool = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[NormOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(NormCall, NormOptions)
 def adaptive_layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    *,
-    epsilon: float = 1e-6,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    return_statistics: bool = False,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return a layer norm with a scale and bias for each batch entry, through cuDNN.
 
@@ -83,13 +66,7 @@ def adaptive_layer_norm(
       x: (b, \*s, d), with any number of axes s; bf16, f16, f32 or f64.
       scale: (b, d). Default None: 1.
       bias: (b, d). Default None: 0.
-      epsilon: a Python number, 0 or more. Default 1e-6.
-      residual: added to x before; the sum is returned as well. Default None.
-      activation: as for :func:`layer_norm`. Default None: none.
-      preferred_element_type: dtype of the output. Default None: x's.
-      return_statistics: whether to return mean and rstd. Default False.
-      implementation: as for :func:`layer_norm`.
-      plan: as for :func:`jax_cudnn.conv`.
+      **options: as in :class:`NormCall`.
 
     Returns:
       The output, with x's shape. With `residual` or `return_statistics` a tuple of the
@@ -112,17 +89,7 @@ def adaptive_layer_norm(
       >>> jax_cudnn.adaptive_layer_norm(x, 1 + shift, shift).shape
       (2, 5, 8)
     """
-    norm = Norm.of(
-        "adaptive_layer_norm",
-        x,
-        residual=residual,
-        activation=activation,
-        epsilon=epsilon,
-        preferred_element_type=preferred_element_type,
-        return_statistics=return_statistics,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of("adaptive_layer_norm", x, **options)
     total = norm.total
     if total.ndim < 2:
         raise ValueError(

@@ -6,20 +6,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import gathered_along
-from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import check_flag, describe
 from jax_cudnn.ops.common.fusion import Operand
 from jax_cudnn.ops.common.plain import check_implementation
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.ops.norms.call import Norm, accumulator, check_axis, check_factor, given
+from jax_cudnn.ops.norms.options import NormCall, NormOptions, OneResultOptions
 from jax_cudnn.reference.norms import column_moments
 
 _OP = "batch_norm"
@@ -34,14 +34,10 @@ def batch_norm(
     use_running_average: bool = ...,
     channel_axis: int = ...,
     momentum: float = ...,
-    epsilon: float = ...,
     axis_name: Hashable | None = ...,
     axis_index_groups: Sequence[Sequence[int]] | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -56,14 +52,10 @@ def batch_norm(
     use_running_average: Literal[True],
     channel_axis: int = ...,
     momentum: float = ...,
-    epsilon: float = ...,
     axis_name: Hashable | None = ...,
     axis_index_groups: Sequence[Sequence[int]] | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -78,18 +70,13 @@ def batch_norm(
     use_running_average: bool = ...,
     channel_axis: int = ...,
     momentum: float = ...,
-    epsilon: float = ...,
     axis_name: Hashable | None = ...,
     axis_index_groups: Sequence[Sequence[int]] | None = ...,
-    residual: ArrayLike | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    return_statistics: bool = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[NormOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(NormCall, NormOptions, epsilon=1e-5)
 def batch_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -100,15 +87,9 @@ def batch_norm(
     use_running_average: bool = False,
     channel_axis: int = -1,
     momentum: float = 0.99,
-    epsilon: float = 1e-5,
     axis_name: Hashable | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    return_statistics: bool = False,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return x normalised over all axes but the channels, through cuDNN.
 
@@ -124,13 +105,13 @@ def batch_norm(
         \mathrm{new\ running\ mean} &= \mathrm{momentum} \cdot
             \mathrm{running\_mean} + (1 - \mathrm{momentum}) \cdot \mathrm{mean}
 
-    and likewise the running variance, of the same var. This is what
-    `flax.nnx.BatchNorm` computes. PyTorch keeps the unbiased variance, and its momentum
-    is 1 minus this one. With `use_running_average` the running values take the place of
-    mean and var, and stay as they are.
+    and likewise the running variance, from var. This is what `flax.nnx.BatchNorm`
+    computes. PyTorch's running variance is unbiased, and its momentum is 1 minus this
+    one. With `use_running_average`, the running values are used in place of mean and
+    var, and are not updated.
 
-    The running values are values: they come in, and new ones go out. Dtypes and
-    transformations are those of :func:`layer_norm`.
+    There is no hidden state: running values are arguments, and new ones are returned.
+    Dtypes and transformations are as in :func:`layer_norm`.
 
     Axis letters: n rows, which are all axes but the channels; c channels.
 
@@ -141,8 +122,8 @@ def batch_norm(
       running_mean: (c,), with `running_var` or not at all. Default None.
       running_var: (c,). Default None.
       use_running_average: whether to normalise by the running values, for inference.
-        XLA does that, and fuses it with what is around. Default False.
-      channel_axis: which axis of x the channels are. Default -1; elsewhere they are
+        XLA computes this, fused with the operations around it. Default False.
+      channel_axis: the axis of x that has the channels. Default -1; any other axis is
         moved to the end first.
       momentum: the share of the old running values that the new ones keep, a Python
         number from 0 to 1. Default 0.99, as in Flax.
@@ -151,13 +132,9 @@ def batch_norm(
         statistics are those over the axis as well. XLA computes this. Default None.
       axis_index_groups: groups of indices along the named axis that share statistics,
         as `jax.lax.pmean` takes them. Default None: all.
-      residual: added to x before; the sum is returned as well. Default None.
-      activation: as for :func:`layer_norm`. Default None: none.
-      preferred_element_type: dtype of the output. Default None: x's.
+      **options: as in :class:`NormCall`.
       return_statistics: whether to return the mean and rstd that were used. Default
         False.
-      implementation: as for :func:`layer_norm`.
-      plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
       The output, with x's shape, alone or first in a tuple. The sum follows with
@@ -193,17 +170,7 @@ def batch_norm(
       >>> y.shape, mean.shape
       ((2, 5, 5, 6), (6,))
     """
-    norm = Norm.of(
-        _OP,
-        x,
-        residual=residual,
-        activation=activation,
-        epsilon=epsilon,
-        preferred_element_type=preferred_element_type,
-        return_statistics=return_statistics,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of(_OP, x, **options)
     total = norm.total
     channel = check_axis(_OP, "channel_axis", channel_axis, total.ndim)
     if axis_index_groups is not None and axis_name is None:

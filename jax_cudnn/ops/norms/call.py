@@ -7,14 +7,14 @@ call. A residual is the kernel's in the norms of rows, and XLA's in the others.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import Options
 from jax_cudnn.graph import NormAttributes, norm_graph
 from jax_cudnn.lowering import run_graph, sharded_where_free
 from jax_cudnn.ops.common.activations import Activation, on_array
@@ -32,6 +32,7 @@ from jax_cudnn.ops.common.arguments import (
 )
 from jax_cudnn.ops.common.fusion import Operand
 from jax_cudnn.ops.common.plain import check_implementation
+from jax_cudnn.ops.norms.options import NormCall, NormOptions
 from jax_cudnn.reference import norms as reference
 from jax_cudnn.reference.dtypes import dtype_name, saturated
 
@@ -60,27 +61,23 @@ class Norm(NamedTuple):
         cls,
         op: str,
         x: ArrayLike,
-        *,
-        residual: ArrayLike | None,
-        activation: Activation | None,
-        epsilon: float,
-        preferred_element_type: DTypeLike | None,
-        return_statistics: bool,
-        implementation: Implementation | None,
-        plan: PlanOptions | None,
+        **asked: Unpack[NormOptions],
     ) -> "Norm":
         """Return the call of a norm, or raise what is wrong with it."""
-        call = options(op, implementation, plan)
+        given = NormCall(**asked)
+        call = options(op, given.implementation, given.plan)
         array = _as_floats(op, "x", x)
-        both = _in_common(op, array, residual)
+        both = _in_common(op, array, given.residual)
         return cls(
             op=op,
             x=both[0],
             residual=both[1],
-            activation=activation,
-            attributes=NormAttributes(epsilon=check_epsilon(op, epsilon)),
-            dtype=_output_dtype(op, preferred_element_type, array.dtype),
-            with_statistics=check_flag(op, "return_statistics", return_statistics),
+            activation=given.activation,
+            attributes=NormAttributes(epsilon=check_epsilon(op, given.epsilon)),
+            dtype=_output_dtype(op, given.preferred_element_type, array.dtype),
+            with_statistics=check_flag(
+                op, "return_statistics", given.return_statistics
+            ),
             call=call,
         )
 
@@ -167,8 +164,8 @@ def check_axes(
     given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     if not given or not all(map(_is_int, given)):
         raise TypeError(
-            f"{op}: {name}={axes!r}. It must be an int or some ints, of which each "
-            "names an axis of x. Pass -1 for the last one."
+            f"{op}: {name}={axes!r}. It must be an int or a sequence of ints, "
+            "the axes of x to normalise over. Pass -1 for the last one."
         )
     if not all(-rank <= axis < rank for axis in given):
         advice = f"Pass numbers from {-rank} to {rank - 1}."

@@ -169,11 +169,7 @@ def _run(
     norm = Norm.of(
         op,
         arrays["x"],  # type: ignore[arg-type]
-        residual=None,
-        activation=None,
         epsilon=epsilon,
-        preferred_element_type=None,
-        return_statistics=False,
         implementation=implementation,
         plan=plan,
     )

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import splittable
-from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import check_int, describe
 from jax_cudnn.ops.common.fusion import Operand
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.ops.norms.call import (
     Norm,
     check_axes,
@@ -23,6 +22,7 @@ from jax_cudnn.ops.norms.call import (
     check_factor,
     given,
 )
+from jax_cudnn.ops.norms.options import NormCall, NormOptions, OneResultOptions
 
 # Stored (n, y, g, c) or (n, g, c, y) for logical (n, g, c, y).
 _LAST = (0, 3, 1, 2)
@@ -38,12 +38,8 @@ def group_norm(
     groups: int,
     channel_axis: int = ...,
     batch_axes: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -56,16 +52,11 @@ def group_norm(
     groups: int,
     channel_axis: int = ...,
     batch_axes: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    residual: ArrayLike | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    return_statistics: bool = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[NormOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(NormCall, NormOptions)
 def group_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -74,13 +65,7 @@ def group_norm(
     groups: int,
     channel_axis: int = -1,
     batch_axes: int | Sequence[int] = 0,
-    epsilon: float = 1e-6,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    return_statistics: bool = False,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return x normalised over groups of channels, through cuDNN on NVIDIA GPUs.
 
@@ -106,17 +91,12 @@ def group_norm(
       bias: likewise. Default None: 0.
       groups: g, a divisor of the number of channels. As many as there are channels is
         :func:`instance_norm`.
-      channel_axis: which axis of x the channels are. Default -1. Where it follows the
-        axes of the images, x is read as it is; elsewhere it is moved to the end first.
+      channel_axis: the axis of x that has the channels. Default -1. The last axis and
+        the one directly after `batch_axes` are read in place; any other axis is moved
+        to the end first.
       batch_axes: the axes of the images, one or several. Default 0. All others are
         positions.
-      epsilon: a Python number, 0 or more. Default 1e-6, as in Flax.
-      residual: added to x before; the sum is returned as well. Default None.
-      activation: as for :func:`layer_norm`. Default None: none.
-      preferred_element_type: dtype of the output. Default None: x's.
-      return_statistics: whether to return mean and rstd. Default False.
-      implementation: as for :func:`layer_norm`.
-      plan: as for :func:`jax_cudnn.conv`.
+      **options: as in :class:`NormCall`.
 
     Returns:
       The output, with x's shape. With `residual` or `return_statistics` a tuple of the
@@ -140,17 +120,7 @@ def group_norm(
       >>> jax_cudnn.group_norm(jnp.ones((2, 5, 5, 6)), jnp.ones(6), groups=3).shape
       (2, 5, 5, 6)
     """
-    norm = Norm.of(
-        "group_norm",
-        x,
-        residual=residual,
-        activation=activation,
-        epsilon=epsilon,
-        preferred_element_type=preferred_element_type,
-        return_statistics=return_statistics,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of("group_norm", x, **options)
     return _of_groups(norm, scale, bias, groups, channel_axis, batch_axes)
 
 
@@ -162,12 +132,8 @@ def instance_norm(
     *,
     channel_axis: int = ...,
     batch_axes: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -179,16 +145,11 @@ def instance_norm(
     *,
     channel_axis: int = ...,
     batch_axes: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    residual: ArrayLike | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    return_statistics: bool = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[NormOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(NormCall, NormOptions)
 def instance_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -196,13 +157,7 @@ def instance_norm(
     *,
     channel_axis: int = -1,
     batch_axes: int | Sequence[int] = 0,
-    epsilon: float = 1e-6,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    return_statistics: bool = False,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return x normalised over the positions of an image, each channel by itself.
 
@@ -215,15 +170,9 @@ def instance_norm(
       x: (n, \*y, g); bf16, f16, f32 or f64.
       scale: (g,). Default None: 1.
       bias: (g,). Default None: 0.
-      channel_axis: as for :func:`group_norm`, like all that follow.
+      channel_axis: as for :func:`group_norm`.
       batch_axes: see there.
-      epsilon: see there.
-      residual: see there.
-      activation: see there.
-      preferred_element_type: see there.
-      return_statistics: see there.
-      implementation: see there.
-      plan: see there.
+      **options: as in :class:`NormCall`.
 
     Returns:
       As :func:`group_norm`; the statistics are (\*n, g).
@@ -240,17 +189,7 @@ def instance_norm(
       >>> jax_cudnn.instance_norm(jnp.ones((2, 5, 5, 6)), jnp.ones(6)).shape
       (2, 5, 5, 6)
     """
-    norm = Norm.of(
-        "instance_norm",
-        x,
-        residual=residual,
-        activation=activation,
-        epsilon=epsilon,
-        preferred_element_type=preferred_element_type,
-        return_statistics=return_statistics,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of("instance_norm", x, **options)
     return _of_groups(norm, scale, bias, None, channel_axis, batch_axes)
 
 

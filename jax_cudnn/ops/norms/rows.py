@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import is_explicitly_sharded
-from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.common.fusion import Operand
+from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.ops.norms.call import Norm, check_axes, check_factor, given
+from jax_cudnn.ops.norms.options import NormCall, NormOptions, OneResultOptions
 
 
 @overload
@@ -26,12 +26,8 @@ def layer_norm(
     bias: ArrayLike | None = ...,
     *,
     axis: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -42,29 +38,18 @@ def layer_norm(
     bias: ArrayLike | None = ...,
     *,
     axis: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    residual: ArrayLike | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    return_statistics: bool = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[NormOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(NormCall, NormOptions)
 def layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
     axis: int | Sequence[int] = -1,
-    epsilon: float = 1e-6,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    return_statistics: bool = False,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return x normalised over some of its axes, through cuDNN on NVIDIA GPUs.
 
@@ -96,20 +81,7 @@ def layer_norm(
       bias: likewise. Default None: 0.
       axis: the normalised axes, one or several. If they are not the last ones, x is
         transposed before the kernel. Default -1.
-      epsilon: a Python number, 0 or more. Default 1e-6, as in Flax; PyTorch has 1e-5.
-      residual: added to x before it is normalised; x's shape. The sum is returned as
-        well, rounded to the dtype to which both promote. Where scale and bias have that
-        dtype, cuDNN's kernel adds it. Default None.
-      activation: as for :func:`jax_cudnn.conv`; it is computed in f32 from the
-        output, but silu of bf16 in bf16, as in plain JAX.
-        Default None: none.
-      preferred_element_type: dtype of the output: bf16, f16, f32 or f64. Default None:
-        x's.
-      return_statistics: whether to return mean and rstd. Default False.
-      implementation: "auto" (default) runs XLA's code, unless a plan of cuDNN's was
-        measured to be faster (:func:`jax_cudnn.plans.autotune`); "cudnn" runs cuDNN's
-        kernels or raises; "xla" never touches cuDNN.
-      plan: as for :func:`jax_cudnn.conv`.
+      **options: as in :class:`NormCall`.
 
     Returns:
       The output, with x's shape. With `residual` or `return_statistics` a tuple of the
@@ -145,17 +117,7 @@ def layer_norm(
       >>> output.shape, total.shape
       ((5, 3, 8), (5, 3, 8))
     """
-    norm = Norm.of(
-        "layer_norm",
-        x,
-        residual=residual,
-        activation=activation,
-        epsilon=epsilon,
-        preferred_element_type=preferred_element_type,
-        return_statistics=return_statistics,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of("layer_norm", x, **options)
     return run_rows(norm, "layer_norm", scale, bias, axis)
 
 
@@ -166,12 +128,8 @@ def rms_norm(
     bias: ArrayLike | None = ...,
     *,
     axis: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
     return_statistics: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[OneResultOptions],
 ) -> jax.Array: ...
 
 
@@ -182,29 +140,18 @@ def rms_norm(
     bias: ArrayLike | None = ...,
     *,
     axis: int | Sequence[int] = ...,
-    epsilon: float = ...,
-    residual: ArrayLike | None = ...,
-    activation: Activation | None = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    return_statistics: bool = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
+    **options: Unpack[NormOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(NormCall, NormOptions)
 def rms_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
     axis: int | Sequence[int] = -1,
-    epsilon: float = 1e-6,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    return_statistics: bool = False,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return x divided by its root mean square, through cuDNN on NVIDIA GPUs.
 
@@ -228,13 +175,8 @@ def rms_norm(
       scale: (\*d,), the sizes of the normalised axes in x's order. Default None: 1.
       bias: likewise. Default None: 0.
       axis: the normalised axes. Default -1.
-      epsilon: a Python number, 0 or more. Default 1e-6.
-      residual: added to x before; the sum is returned as well. Default None.
-      activation: as for :func:`layer_norm`. Default None: none.
-      preferred_element_type: dtype of the output. Default None: x's.
+      **options: as in :class:`NormCall`.
       return_statistics: whether to return rstd. Default False.
-      implementation: as for :func:`layer_norm`.
-      plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
       The output, with x's shape. With `residual` or `return_statistics` a tuple of the
@@ -256,17 +198,7 @@ def rms_norm(
       >>> jax_cudnn.rms_norm(jnp.ones((5, 3, 8)), jnp.ones(8)).shape
       (5, 3, 8)
     """
-    norm = Norm.of(
-        "rms_norm",
-        x,
-        residual=residual,
-        activation=activation,
-        epsilon=epsilon,
-        preferred_element_type=preferred_element_type,
-        return_statistics=return_statistics,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of("rms_norm", x, **options)
     return run_rows(norm, "rms_norm", scale, bias, axis)
 
 

@@ -100,10 +100,10 @@ def causal_conv1d(
         \mathrm{output}_{nsc} = \mathrm{activation}\Big(\mathrm{bias}_c +
             \sum_{0 \le k < K} x_{n, s - k, c} \, w_{K - 1 - k, c}\Big)
 
-    where what precedes the first step is `initial_state`, or 0. So the last tap of w is
-    that of the step itself, as in `torch.nn.Conv1d` and in :func:`jax.lax.conv`. Sums,
-    and the values computed from them, are kept in f32 (f64 for f64) and rounded once,
-    to the dtype of x.
+    where the steps before the first one are `initial_state`, or 0. The last tap of w
+    multiplies the current step, as in `torch.nn.Conv1d` and in :func:`jax.lax.conv`.
+    Sums, and the values computed from them, are kept in f32 (f64 for f64) and rounded
+    once, to the dtype of x.
 
     All of JAX's transformations apply. In first-order reverse mode, one kernel of
     cuDNN's gives all gradients, and computes the argument of the activation again:

@@ -147,8 +147,8 @@ def conv(
         :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
 
     Returns:
-      The result, in the layout of `dimension_numbers`. It is weakly typed as
-      that of :func:`matmul` is, whatever `preferred_element_type`.
+      The result, in the layout of `dimension_numbers`. It has a weak type in the cases
+      in which that of :func:`matmul` has one, also with `preferred_element_type`.
 
     Raises:
       ValueError: shapes or options that do not fit, an unknown activation, an

@@ -81,13 +81,33 @@ def problem_of(
             struct(w),
         )
 
-    # lax checks ranks, groups and sizes against each other, in its own words.
+    # lax checks all other sizes and groups against each other, in its own words.
     hint = functools.partial(_channels_last_hint, lax_conv, x.ndim, numbers)
     with refused_by_jax("conv", {"lhs": x, "rhs": w}, hint=hint):
+        specs = jax.lax.conv_dimension_numbers(x.shape, w.shape, numbers)
+        layout = Layout(*(tuple(map(int, spec)) for spec in specs))
+    _check_channels(x, w, layout, options["feature_group_count"], hint)
+    with refused_by_jax("conv", {"lhs": x, "rhs": w}, hint=hint):
         lax_conv()
-    specs = jax.lax.conv_dimension_numbers(x.shape, w.shape, numbers)
-    layout = Layout(*(tuple(map(int, spec)) for spec in specs))
     return Problem(x=x, w=w, layout=layout, options=options)
+
+
+def _check_channels(
+    x: jax.Array, w: jax.Array, layout: Layout, groups: int, hint: Callable[[], str]
+) -> None:
+    """Raise unless the filters are for the channels of the images."""
+    axes = layout.lhs_spec[1], layout.rhs_spec[1]
+    channels, taken = x.shape[axes[0]], w.shape[axes[1]]
+    if not (isinstance(channels, int) and isinstance(taken, int)):
+        return  # symbolic dimensions, which lax compares
+    if channels != taken * groups:
+        each = f" in each of {groups} groups" if groups != 1 else ""
+        advice = hint() or " Transpose one of them, or pass other filters."
+        raise ValueError(
+            f"conv: lhs is {describe(x)}, with {channels} channels on axis {axes[0]}, "
+            f"and rhs is {describe(w)}, for {taken} channels on axis {axes[1]}{each}. "
+            f"lhs must have {taken * groups} channels.{advice}"
+        )
 
 
 def attributes_of(problem: Problem) -> ConvAttributes:
@@ -148,8 +168,8 @@ def three_layouts(op: str, numbers: Any) -> Any:
         return first, filters, first
     raise TypeError(
         f"{op}: dimension_numbers={numbers!r} is neither a layout for each of lhs, rhs "
-        "and the result, nor one of images that begins with N and has C behind it or "
-        f"last. Pass for example {(first, filters, first)}."
+        "and the result, nor one of images with N first and C second or last. "
+        f"Pass for example {(first, filters, first)}."
     )
 
 

@@ -66,10 +66,10 @@ def dot_general(
     """Return a contraction of any axes with its epilogue, through cuDNN.
 
     Takes the arguments of :func:`jax.lax.dot_general`, so that it can replace that
-    function, for example in Flax's dense layers. The epilogue is that of
-    :func:`matmul`. The axes of an operand may be stored in any order. If its batch
-    axes, its free axes and its contracted axes each lie side by side, the operand is
-    read by strides; otherwise it is transposed first.
+    function, for example in Flax's dense layers. Bias, residual and activation are as
+    in :func:`matmul`. The axes of an operand may be in any order. An operand whose
+    batch axes are adjacent, and likewise its free axes and its contracted axes, is read
+    in its own layout. Any other operand is transposed first.
 
     Args:
       lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8; XLA runs everything else
@@ -90,8 +90,8 @@ def dot_general(
 
     Returns:
       The batch axes, the free axes of lhs, and the free axes of rhs, in this order. The
-      result is weakly typed as that of :func:`matmul` is, whatever
-      `preferred_element_type`.
+      result has a weak type in the cases in which that of :func:`matmul` has one, also
+      with `preferred_element_type`.
 
     Raises:
       ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.

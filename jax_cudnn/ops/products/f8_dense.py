@@ -46,7 +46,7 @@ def dense(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> Any:
-    r"""Return a dense layer in f8: both of its gradients are f8 products as well.
+    r"""Return a dense layer whose three matmuls, forward and backward, run in f8.
 
     .. math::
 
@@ -54,16 +54,18 @@ def dense(
             Q(w / s_w)) + \mathrm{bias}\big)
 
     Q rounds to f8_e4m3fn (:func:`jax_cudnn.f8.quantize`) and saturates. The gradients
-    by x and w multiply the same copies with the cotangent in f8_e5m2, which reaches
-    further. Sums are f32 and are rounded once. The bias's gradient is of the cotangent
-    as it came. Rounding and saturation count as the identity.
+    of x and w multiply the same copies by the cotangent in f8_e5m2, which has a larger
+    range. Sums are kept in f32 and rounded once. The gradient of the bias is the sum of
+    the cotangent before it is quantized. The derivative treats rounding and saturation
+    as the identity.
 
-    With `f8.MXFP8` and `f8.NVFP4`, Q rounds blocks along the axis that is summed over,
-    each with a scale of its own. Each of the three products then has copies of its own,
-    also of the cotangent, in these formats.
+    With `f8.MXFP8` and `f8.NVFP4`, Q scales and rounds blocks along the contracted
+    axis. Each of the three matmuls then quantizes its own copies, and the cotangent is
+    in the same format as x and w.
 
-    With `f8.Delayed`, the scales come from former steps. Then **the gradient by `state`
-    is the state of the next step**, as Flax and TransformerEngine have it in linen:
+    With `f8.Delayed`, the scales come from earlier steps. Then **the gradient with
+    respect to `state` is the state of the next step**, as in Flax's and
+    TransformerEngine's linen layers:
 
     >>> import jax, jax.numpy as jnp
     >>> from jax_cudnn import f8
@@ -73,14 +75,14 @@ def dense(
     >>> w, state, x = jnp.ones((16, 32)), f8.dense_state(recipe), jnp.ones((8, 16))
     >>> grad, state = jax.grad(loss, (0, 1))(w, state, x)
 
-    States may be added up or averaged as gradients are: by a layer that is used twice,
-    by vmap, over microbatches and over devices. The newest amax is then above the
-    largest by at most the 8th root of how many there are, or as much below.
+    States may be added up or averaged as gradients are: over the uses of a layer, the
+    examples of a vmap, microbatches and devices. A sum of n states makes the newest
+    amax too large by a factor of at most n**(1/8), and a mean makes it too small by at
+    most the same factor.
 
-    All of JAX's transformations apply. Under jit with a mesh, an amax is that of the
-    whole array, and a product's operand is gathered as its f8 copy. What is saved for
-    the backward pass is the f8 copies; see
-    :func:`jax_cudnn.checkpoint_policies.f8_saveable`.
+    All of JAX's transformations apply. Under jit with a mesh, an amax is over the whole
+    array, and operands are gathered as f8 copies. The backward pass keeps the f8
+    copies; see :func:`jax_cudnn.checkpoint_policies.f8_saveable`.
 
     Args:
       x: (..., k); bf16, f16 or f32.
@@ -113,10 +115,10 @@ def dense(
       UnsupportedError, LibraryError: as :func:`jax_cudnn.matmul`.
 
     Notes:
-      On Hopper f8 products are fast if rows, k and n are multiples of 16. GPUs before
-      sm_89 have no f8 products: XLA multiplies in a wider dtype there, with the same
-      meaning. So it does with MXFP8 and NVFP4 before sm_100. From there on cuDNN plans
-      their products (9.19 and 9.27); they were not run.
+      On Hopper, f8 matmuls are fast if rows, k and n are multiples of 16. GPUs before
+      sm_89 have no f8 matmuls, and GPUs before sm_100 have none of MXFP8 and NVFP4: XLA
+      multiplies the rounded operands in a wider dtype there. From sm_100 on, cuDNN has
+      plans for MXFP8 and NVFP4 (9.19 and 9.27), which have not been run.
 
     Example:
       >>> y = f8.dense(jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 32)))

@@ -78,9 +78,10 @@ def ragged_dot(
             Q(x / s_x)_{mk} \, Q(w / s_w)_{j(m)kn} + \mathrm{bias}_{j(m)n}\Big)
 
     Q rounds to f8_e4m3fn and saturates. x and w have one scale each. The gradient of x
-    multiplies the copy of w with the cotangent in f8_e5m2. That of w multiplies the
-    copy of x with the cotangent as it came, in 16 bits: bf16, or f16 where both x and w
-    are f16. Rounding and saturation count as the identity.
+    multiplies the copy of w with the cotangent in f8_e5m2. The gradient of w multiplies
+    the copy of x by the cotangent before it is quantized, in 16 bits: bf16, or f16
+    where both x and w are f16. The derivative treats rounding and saturation as the
+    identity.
 
     With `f8.MXFP8` and `f8.NVFP4`, blocks lie along k, and for the gradient of x along
     n. No kernel multiplies them: what they stand for is multiplied in bf16, in which it
@@ -93,7 +94,7 @@ def ragged_dot(
     Axis letters: m rows, k contraction, n columns, g groups.
 
     Args:
-      x: (m, k); bf16, f16 or f32. The rows of a group lie side by side.
+      x: (m, k); bf16, f16 or f32. The rows of a group are adjacent.
       w: (g, k, n), of one of these dtypes, which may be another one than x's.
       group_sizes: (g,) integers, as for :func:`jax_cudnn.ragged_dot`.
       recipe: `f8.Current()` (default), `f8.Delayed()`, `f8.MXFP8()` or `f8.NVFP4()`.

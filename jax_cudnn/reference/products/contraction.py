@@ -16,6 +16,7 @@ from jax_cudnn.graph.products.conv import ConvAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.reference.dtypes import DTYPES
+from jax_cudnn.reference.products import depthwise
 
 Operands = Mapping[str, jax.Array]
 
@@ -49,6 +50,10 @@ def conv_fprop(
     x, w = inputs["x"], inputs["w"]
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
+    if depthwise.applies(x, w, w.shape, x.shape[1]):
+        windows = _windows(attributes, w.shape)
+        sums = depthwise.convolved(x, w, windows, outputs["output"].order)
+        return {"output": sums.astype(DTYPES[outputs["output"].dtype])}
     result = _conv(
         x,
         w,
@@ -90,6 +95,18 @@ def conv_dgrad(
         full = dilated(size, attributes.lhs_dilation[i])
         high.append(full + window - 1 - grown - low[i])
     natural = tuple(range(w.ndim))
+    if depthwise.applies(grad, w, w.shape, dims[1]):
+        windows = depthwise.Windows(
+            taps=w.shape[2:],
+            strides=attributes.lhs_dilation,
+            low=low,
+            high=high,
+            inner=attributes.window_strides,
+            dilation=attributes.rhs_dilation,
+        )
+        flipped = jax.lax.rev(w, natural[2:])
+        sums = depthwise.convolved(grad, flipped, windows, outputs["grad_x"].order)
+        return {"grad_x": sums.astype(DTYPES[outputs["grad_x"].dtype])}
     result = _conv(
         grad,
         jax.lax.rev(_by_output(w, groups), natural[2:]),
@@ -117,6 +134,10 @@ def conv_wgrad(
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
     dims = outputs["grad_w"].dims
+    if depthwise.applies(x, grad, dims, x.shape[1]):
+        windows = _windows(attributes, dims)
+        sums = depthwise.filter_gradient(x, grad, windows)
+        return {"grad_w": sums.astype(DTYPES[outputs["grad_w"].dtype])}
     groups = _groups(x.shape, dims)
     high: list[int] = []
     for i, size in enumerate(dims[2:]):
@@ -138,6 +159,17 @@ def conv_wgrad(
         precision=precision,
     )
     return {"grad_w": result}
+
+
+def _windows(attributes: ConvAttributes, w: Sequence[int]) -> depthwise.Windows:
+    return depthwise.Windows(
+        taps=tuple(w[2:]),
+        strides=attributes.window_strides,
+        low=attributes.padding_low,
+        high=attributes.padding_high,
+        inner=attributes.lhs_dilation,
+        dilation=attributes.rhs_dilation,
+    )
 
 
 def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:

@@ -218,7 +218,8 @@ def test_what_is_past_a_length_has_no_gradient(page: int) -> None:
         output, lse = _function(drawn)(query, key, value)
         return jnp.sum(jnp.sin(output)) + jnp.sum(lse**2)
 
-    grads = jax.grad(loss, argnums=(0, 1, 2))(drawn.query, drawn.key, drawn.value)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    grads = gradient(drawn.query, drawn.key, drawn.value)
     for x, gradient in zip((drawn.query, drawn.key, drawn.value), grads, strict=True):
         assert np.isfinite(gradient).all()
         assert not np.asarray(gradient)[np.isnan(x)].any()
@@ -235,7 +236,7 @@ def test_gradients_are_nan_where_a_token_has_no_room(page: int) -> None:
         return jnp.sum(jnp.sin(drawn.call(query=query, key=key, value=value)[0]))
 
     operands = (drawn.query, drawn.key, drawn.value)
-    of_query, *of_cache = jax.grad(loss, argnums=(0, 1, 2))(*operands)
+    of_query, *of_cache = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*operands)
     is_nan = np.isnan(of_query).all((2, 3))
     assert is_nan.tolist() == [[False, False], [True, True], [False, True]]
     assert np.isfinite(of_query[~is_nan]).all()
@@ -249,6 +250,7 @@ def test_gradients_are_nan_where_a_token_has_no_room(page: int) -> None:
 def test_sinks_have_a_gradient() -> None:
     drawn = draw(replace(in_pages(_RAGGED, 4), sinks=True))
 
+    @jax.jit
     def call(query: Any, sinks: Any) -> jax.Array:
         return drawn.call(query=query, sinks=sinks)[0]
 
@@ -280,12 +282,13 @@ def test_vmap_over_any_operands(
     if page:
         arrays["page_table"] = [jnp.clip(x, 0, 32) for x in arrays["page_table"]]
 
+    @jax.jit
     def one(given: dict[str, jax.Array]) -> Any:
         return drawn[0].call(**given, implementation=implementation)
 
     stacked = {n: jnp.stack(x) if chosen[n] else x[0] for n, x in arrays.items()}
     axes = {n: 0 if chosen[n] else None for n in names}
-    found = jax.vmap(one, in_axes=(axes,))(stacked)
+    found = jax.jit(jax.vmap(one, in_axes=(axes,)))(stacked)
     for i in range(2):
         want = one({n: x[i if chosen[n] else 0] for n, x in arrays.items()})
         for x, y in zip(found, want, strict=True):

@@ -106,14 +106,16 @@ def test_shardings_that_agree_give_the_same_numbers(seed: int) -> None:
         for x, y in zip(run(*shared), case.drawn.truth, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
     for x, y in zip(
-        jax.jit(_gradients(case))(*shared), _gradients(case)(*operands), strict=True
+        jax.jit(_gradients(case))(*shared),
+        jax.jit(_gradients(case))(*operands),
+        strict=True,
     ):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
     stacked = jnp.stack([shared[0], 2 * shared[0]])
     plain = jnp.stack([operands[0], 2 * operands[0]])
     for x, y in zip(
         jax.jit(_examples(case))(stacked, *shared[1:]),
-        _examples(case)(plain, *operands[1:]),
+        jax.jit(_examples(case))(plain, *operands[1:]),
         strict=True,
     ):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)

@@ -159,6 +159,7 @@ def test_random_operands_and_cotangents_may_be_examples_of_a_vmap() -> None:
     )
     given = [*operands, cotangent]
 
+    @jax.jit
     def run(q: Any, k: Any, v: Any, ct: Any) -> Any:
         output, back = jax.vjp(f8.quantized_sdpa, q, k, v)
         return output, back(ct)
@@ -171,7 +172,7 @@ def test_random_operands_and_cotangents_may_be_examples_of_a_vmap() -> None:
             for x, batched in zip(given, chosen, strict=True)
         ]
         axes = tuple(0 if batched else None for batched in chosen)
-        got = jax.vmap(run, in_axes=axes)(*stacked)
+        got = jax.jit(jax.vmap(run, in_axes=axes))(*stacked)
         for i in range(3):
             one = [
                 x[i] if batched else x

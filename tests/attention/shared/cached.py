@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over caches and pages in NumPy's float64, one query at a time; operands.
+"""Attention over caches and pages in NumPy's float64, one sequence at a time; operands.
 
-It is written from the formula in the docstring of `jax_cudnn.cached_sdpa`, and shares
-no code with the package.
+What a query sees is written from the docstring of `jax_cudnn.cached_sdpa`, and shares
+no code with the package. The loops over rows are those of oracle.py beside this file.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ import numpy as np
 
 import jax_cudnn
 from jax_cudnn.graph import CachedAttributes, Graph, Tensor, sdpa_cached_graph
+from tests.attention.shared.oracle import numpy_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +62,36 @@ def truth(
     Nothing past a length is read. A query that sees a token past the end of the cache
     gives NaN.
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
-    b, s, h, d = q.shape
-    group = h // max(k.shape[2], 1)
+    operands = {"query": query, "key": key, "value": value}
+    operands = {role: np.swapaxes(x, 1, 2) for role, x in operands.items()}
+    if sinks is not None:
+        operands["sinks"] = np.reshape(sinks, (1, -1, 1, 1))
+    (b, h, s, d), t = operands["query"].shape, operands["key"].shape[2]
     scale = max(d, 1) ** -0.5 if problem.scale is None else problem.scale
-    output = np.zeros((b, s, h, v.shape[3]))
+    output = np.zeros((b, s, h, operands["value"].shape[3]))
     lse = np.full((b, s, h), -np.inf)
-    for i, row, head in np.ndindex(b, s, h):
-        length = max(problem.lengths[i], 0)
+    for i, given in enumerate(problem.lengths):
+        length = max(given, 0)
         count = s if problem.query_lengths is None else problem.query_lengths[i]
         count = min(max(count, 0), s)
-        position = length - count + row
-        first, last = 0, length - 1
-        if problem.is_causal:
-            last = min(last, position)
-        if problem.window is not None:
-            left, right = problem.window
-            first, last = max(first, position - left), min(last, position + right)
-        if row < count and first <= last and last >= k.shape[1]:
-            output[i, row, head] = lse[i, row, head] = np.nan
-            continue
-        seen = range(first, last + 1) if row < count else ()
-        scores = scale * (k[i, [*seen], head // group] @ q[i, row, head])
-        values = v[i, [*seen], head // group]
-        if sinks is not None:
-            scores = np.append(scores, np.float64(sinks[head]))
-            values = np.concatenate([values, np.zeros((1, v.shape[3]))])
-        if scores.size:
-            top = scores.max()
-            weights = np.exp(scores - top)
-            output[i, row, head] = weights @ values / weights.sum()
-            lse[i, row, head] = top + np.log(weights.sum())
+        seen, is_lost = np.zeros((1, 1, s, t), bool), np.zeros(s, bool)
+        for row in range(count):
+            position = length - count + row
+            first, last = 0, length - 1
+            if problem.is_causal:
+                last = min(last, position)
+            if problem.window is not None:
+                left, right = problem.window
+                first, last = max(first, position - left), min(last, position + right)
+            is_lost[row] = first <= last and last >= t
+            seen[..., row, first : max(last + 1, 0)] = True
+        one = {
+            role: x if role == "sinks" else x[i : i + 1] for role, x in operands.items()
+        }
+        found = numpy_attention({**one, "mask": seen}, scale=scale)
+        output[i] = np.swapaxes(found["output"], 1, 2)[0]
+        lse[i] = found["stats"][0, :, :, 0].T
+        output[i, is_lost] = lse[i, is_lost] = np.nan
     return output, lse
 
 

@@ -3,6 +3,8 @@
 
 `numpy_attention` and `numpy_gradients` are loops over rows, written from the formula in
 the docstring of `jax_cudnn.sdpa`. They share no code and no trick with the package.
+Packed sequences and caches are given to these loops a sequence at a time (packed.py and
+cached.py beside this file).
 """
 
 import dataclasses
@@ -62,7 +64,9 @@ def _rows(
     scale: float,
     is_causal: bool,
     window: tuple[int, ...] = (),
+    rounds_scores: bool = False,
 ) -> list[Row]:
+    scores_dtype = np.float32 if rounds_scores else np.float64
     query, key = operands["query"], operands["key"]
     b, h, s, _ = query.shape
     _, k, t, _ = key.shape
@@ -88,15 +92,19 @@ def _rows(
         key_head = head // (h // k)
         seen = [j for j in range(t) if sees(i, head, row, j)]
         scores = scale * (key[i, key_head, seen] @ query[i, head, row])
+        scores = scores.astype(scores_dtype)
         if "bias" in extra:
-            scores = scores + extra["bias"][i, head, row, seen]
-        top = scores.max(initial=-np.inf)
+            scores = scores + extra["bias"][i, head, row, seen].astype(scores_dtype)
+        scores = scores.astype(np.float64)
+        sink = operands["sinks"][0, head, 0, 0] if "sinks" in operands else -np.inf
+        top = max(scores.max(initial=-np.inf), sink)
         if top == -np.inf:
             seen, probabilities, stats = [], np.zeros(0), -np.inf
         else:
             weights = np.exp(scores - top)
-            probabilities = weights / weights.sum()
-            stats = top + np.log(weights.sum())
+            total = weights.sum() + np.exp(sink - top)
+            probabilities = weights / total
+            stats = top + np.log(total)
         rows.append(
             Row(
                 where=(i, head, row),
@@ -112,7 +120,7 @@ def _rows(
 def _doubles(operands: Mapping[str, Any]) -> dict[str, Any]:
     return {
         role: np.asarray(x, np.float64)
-        if role in ("query", "key", "value", "bias")
+        if role in ("query", "key", "value", "bias", "sinks")
         else np.asarray(x)
         for role, x in operands.items()
     }
@@ -124,13 +132,18 @@ def numpy_attention(
     scale: float,
     is_causal: bool = False,
     window: tuple[int, ...] = (),
+    rounds_scores: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Return output (b, h, s, e) and stats (b, h, s, 1) of logical operands by role."""
+    """Return output (b, h, s, e) and stats (b, h, s, 1) of logical operands by role.
+
+    With ``rounds_scores``, scores are rounded to f32 before and after the bias is
+    added, as the definition has it: beside 1e9 they lose all digits.
+    """
     operands = _doubles(operands)
     b, h, s, _ = operands["query"].shape
     output = np.zeros((b, h, s, operands["value"].shape[3]))
     stats = np.zeros((b, h, s, 1))
-    for row in _rows(operands, scale, is_causal, window):
+    for row in _rows(operands, scale, is_causal, window, rounds_scores):
         values = operands["value"][row.where[0], row.key_head, row.seen]
         output[row.where] = row.probabilities @ values
         stats[row.where] = row.stats
@@ -145,100 +158,51 @@ def numpy_gradients(
     scale: float,
     is_causal: bool = False,
     window: tuple[int, ...] = (),
+    rounds_scores: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the gradients of sum(grad_output O) + sum(grad_stats stats) by role."""
     operands = _doubles(operands)
+    grad_output = np.asarray(grad_output, np.float64)
     roles = [r for r in ("query", "key", "value", "bias") if r in operands]
     gradients = {role: np.zeros(operands[role].shape) for role in roles}
     bias_shape = gradients["bias"].shape if "bias" in gradients else ()
-    for row in _rows(operands, scale, is_causal, window):
+    for row in _rows(operands, scale, is_causal, window, rounds_scores):
         i, head, position = row.where
         p, seen, group = row.probabilities, row.seen, (i, row.key_head)
         values = operands["value"][*group, seen]
-        pull = values @ np.asarray(grad_output, np.float64)[row.where]
-        slope = p * (pull - p @ pull)
-        if grad_stats is not None and row.seen:
-            slope = slope + p * float(np.asarray(grad_stats)[*row.where, 0])
+        pull = values @ grad_output[row.where]
+        # That of a score is its probability times this and the slope of its value.
+        others = -(p @ pull)
+        if grad_stats is not None:
+            others = others + float(np.asarray(grad_stats)[*row.where, 0])
+        slope = p * (pull + others)
         gradients["query"][row.where] = scale * slope @ operands["key"][*group, seen]
-        for j, column in enumerate(seen):
-            gradients["value"][*group, column] += (
-                p[j] * np.asarray(grad_output, np.float64)[row.where]
+        # Each key is seen once by a row, so nothing is added to one place twice.
+        gradients["value"][*group, seen] += np.outer(p, grad_output[row.where])
+        query = operands["query"][row.where]
+        gradients["key"][*group, seen] += scale * np.outer(slope, query)
+        for j, column in enumerate(seen if "bias" in gradients else ()):
+            place = (i, head, position, column)
+            place = tuple(
+                0 if size == 1 else index
+                for index, size in zip(place, bias_shape, strict=True)
             )
-            gradients["key"][*group, column] += (
-                scale * slope[j] * operands["query"][row.where]
-            )
-            if "bias" in gradients:
-                place = (i, head, position, column)
-                place = tuple(
-                    0 if size == 1 else index
-                    for index, size in zip(place, bias_shape, strict=True)
-                )
-                gradients["bias"][place] += slope[j]
+            gradients["bias"][place] += slope[j]
     return gradients
 
 
-def numpy_results(
-    values: Mapping[str, Any],
-    *,
-    scale: float,
-    is_causal: bool = False,
-    window: tuple[int, ...] = (),
-) -> dict[str, np.ndarray]:
+def numpy_results(values: Mapping[str, Any], **options: Any) -> dict[str, np.ndarray]:
     """Return results and gradients by role, of logical operands and cotangents.
 
-    Unlike in the functions above, scores are rounded to f32 before and after the bias
-    is added, as the definition has it: beside 1e9 they lose all digits. Everything else
-    is float64.
+    Scores are rounded to f32, as the definition has it.
     """
-    query, key, value, pull = (
-        np.asarray(values[role], np.float64)
-        for role in ("query", "key", "value", "grad_output")
-    )
-    group = query.shape[1] // key.shape[1]
-    keys, all_values = (np.repeat(x, group, axis=1) for x in (key, value))
-    scores = (scale * np.einsum("bhsd,bhtd->bhst", query, keys)).astype(np.float32)
-    if "bias" in values:
-        scores = scores + np.asarray(values["bias"], np.float32)
-    rows, columns = np.arange(scores.shape[2])[:, None], np.arange(scores.shape[3])
-    sees = np.ones(scores.shape, bool)
-    if is_causal:
-        sees &= columns <= rows
-    if window:
-        sees &= (columns - rows >= -window[0]) & (columns - rows <= window[1])
-    if "mask" in values:
-        sees &= np.asarray(values["mask"])
-    if "key_lengths" in values:
-        sees &= columns < np.asarray(values["key_lengths"])
-    if "query_lengths" in values:
-        sees &= rows < np.asarray(values["query_lengths"])
-    scores = np.where(sees, scores.astype(np.float64), -np.inf)
-    top = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
-    total = weights.sum(-1, keepdims=True)
-    is_dead = total == 0
-    p = weights / np.where(is_dead, 1, total)
-    slopes = np.einsum("bhse,bhte->bhst", pull, all_values)
-    slopes = slopes - (p * slopes).sum(-1, keepdims=True)
-    if "grad_stats" in values:
-        grad_stats = np.asarray(values["grad_stats"], np.float64)
-        slopes = slopes + np.where(is_dead, 0, grad_stats)
-    slopes = p * slopes
-
-    def summed(x: np.ndarray) -> np.ndarray:
-        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
-
-    log_total = np.log(np.where(is_dead, 1, total))
-    found = {
-        "output": np.einsum("bhst,bhte->bhse", p, all_values),
-        "stats": np.where(is_dead, -np.inf, top + log_total),
-        "grad_query": scale * np.einsum("bhst,bhtd->bhsd", slopes, keys),
-        "grad_key": scale * summed(np.einsum("bhst,bhsd->bhtd", slopes, query)),
-        "grad_value": summed(np.einsum("bhst,bhse->bhte", p, pull)),
+    operands = {r: x for r, x in values.items() if not r.startswith("grad_")}
+    cotangents = values["grad_output"], values.get("grad_stats")
+    gradients = numpy_gradients(operands, *cotangents, rounds_scores=True, **options)
+    return {
+        **numpy_attention(operands, rounds_scores=True, **options),
+        **{f"grad_{role}": x for role, x in gradients.items()},
     }
-    if "bias" in values:
-        axes = tuple(i for i, n in enumerate(values["bias"].shape) if n == 1)
-        found["grad_bias"] = slopes.sum(axes, keepdims=True)
-    return found
 
 
 def numpy_sdpa(

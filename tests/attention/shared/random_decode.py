@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws problems of attention over caches and pages, like random_attentions.py.
 
-The answer is written from the docstring of `jax_cudnn.paged_sdpa` in NumPy's float64,
-one sequence at a time, and shares nothing with the package. The bound of each entry is
-the one in tests/attention/shared/random_attentions.py: what a kernel rounds to the
-operands' dtype.
+What a query sees is written from the docstring of `jax_cudnn.paged_sdpa`, and shares
+nothing with the package. The answer and its bound are those of
+tests/attention/shared/random_attentions.py, with what is seen as its mask.
 """
 
 import dataclasses
@@ -17,14 +16,13 @@ import numpy as np
 
 import jax_cudnn
 from jax_cudnn.kv_cache import update, update_pages
+from tests.attention.shared import random_attentions
 from tests.attention.shared.random_attentions import Judged
 
 Arrays = dict[str, Any]
 
 # What a kernel for prompts meets past the lengths: it multiplies that by 0.
 _POISON = 1e4
-# By dtype: the largest relative error of rounding, and the spacing near 0.
-_ROUNDING = {"bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-24)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +231,14 @@ def call(
     return {"output": output, "lse": lse} if p.returns_lse else {"output": output}
 
 
-def is_seen(problem: Problem, length: int, count: int) -> np.ndarray:
-    """Return which tokens of a sequence its queries see, (s, length)."""
+def is_seen(problem: Problem, arrays: Arrays) -> np.ndarray:
+    """Return which tokens the queries see, (b, 1, s, t)."""
     p = problem
-    row, token = np.arange(p.s)[:, None], np.arange(length)[None]
+    row, token = np.arange(p.s)[:, None], np.arange(p.t)[None]
+    length = arrays["lengths"][:, None, None, None].astype(int)
+    count = arrays.get("query_lengths", np.full(p.b, p.s))[:, None, None, None]
     place = length - count + row
-    seen = np.broadcast_to(row < count, (p.s, length))
+    seen = (row < count) & (token < length)
     if p.is_causal:
         seen = seen & (token <= place)
     if p.window is not None:
@@ -253,49 +253,24 @@ def judge(
     """Return the results of a problem with their bounds, by name."""
     assert not with_gradients, "cuDNN has no gradient over caches and pages"
     p = problem
-    rows = [_judge_sequence(p, arrays, i) for i in range(p.b)]
-    output, output_bound, lse, lse_bound = (
-        np.stack(each) for each in zip(*rows, strict=True)
+    masked = random_attentions.Problem(
+        **{name: getattr(p, name) for name in ("seed", "dtype", *"bsthkde", "scale")},
+        band="",
+        window=(0, 0),
+        bias=None,
+        bias_dtype="same",
+        mask="bst",
+        form="",
+        with_lengths=False,
+        with_sinks=p.with_sinks,
+        with_lse=p.returns_lse,
     )
-    found = {"output": Judged(output, output_bound)}
-    return {**found, "lse": Judged(lse, lse_bound)} if p.returns_lse else found
-
-
-def _judge_sequence(p: Problem, arrays: Arrays, i: int) -> tuple[np.ndarray, ...]:
-    """Return output (s, h, e) and log-sum-exp (s, h), each with its bound."""
-    u, tiny = _ROUNDING[p.dtype]
-    scale = p.d**-0.5 if p.scale is None else p.scale
-    length = int(arrays["lengths"][i])
-    count = int(arrays["query_lengths"][i]) if p.with_query_lengths else p.s
-    q = np.asarray(arrays["query"][i], np.float64).reshape(p.s, p.k, -1, p.d)
-    k, v = (
-        np.asarray(arrays[f"dense_{name}"][i, :length], np.float64)
-        for name in ("key", "value")
-    )
-    seen = is_seen(p, length, count)[None, None]
-    logits = scale * np.einsum("skgd,tkd->kgst", q, k)
-    # What float32 loses of a score, times log2(e) in kernels.
-    slack = 2.0**-20 * abs(scale) * np.einsum("skgd,tkd->kgst", abs(q), abs(k))
-    logits = np.where(seen, logits, -np.inf)
-    slack = np.where(seen, slack, 0.0)
-    sinks = np.full((p.k, p.h // p.k, 1, 1), -np.inf)
-    if p.with_sinks:
-        sinks = np.asarray(arrays["sinks"], np.float64).reshape(sinks.shape)
-    top = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sinks)
-    top = np.where(top == -np.inf, 0.0, top)
-    weights = np.exp(logits - top)
-    total = weights.sum(-1, keepdims=True) + np.exp(sinks - top)
-    is_empty = total == 0
-    least = np.where(is_empty, 1.0, total)
-    loosest = slack.max(-1, keepdims=True, initial=0.0)
-    probabilities = weights / least
-    loose = probabilities * (u + slack + loosest) + np.where(seen, tiny, 0.0)
-    output = np.einsum("kgst,tke->skge", probabilities, v)
-    spread = np.einsum("kgst,tke->skge", loose, abs(v))
-    lse = top + np.log(least)
-    lse_bound = 2 * loosest + 2.0**-20 * (1 + abs(lse))
-    lse = np.where(is_empty, -np.inf, lse)
-    of_rows = (x[..., 0].transpose(2, 0, 1).reshape(p.s, p.h) for x in (lse, lse_bound))
-    shape = (p.s, p.h, p.e)
-    bound = 2 * spread + 2 * u * abs(output)
-    return (output.reshape(shape), bound.reshape(shape), *of_rows)
+    given = {
+        "query": arrays["query"],
+        "key": arrays["dense_key"],
+        "value": arrays["dense_value"],
+        "mask": is_seen(p, arrays),
+        "sinks": arrays.get("sinks"),
+    }
+    judged = random_attentions.judge(masked, given, with_gradients=False)
+    return {name: judged[name] for name in ("output", "lse")[: 1 + p.returns_lse]}

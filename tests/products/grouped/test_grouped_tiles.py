@@ -52,20 +52,28 @@ def test_each_row_meets_the_matrix_of_its_group(
 ) -> None:
     rng = np.random.default_rng(rows)
     shapes = (rows, _K), (len(sizes), _K, _N), (rows, _N)
-    a, b, grad = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    want = grouped(a, b, sizes, cotangent=grad)
+    narrow_dtype = jnp.dtype(dtype)
+    arrays = [rng.standard_normal(shape).astype(narrow_dtype) for shape in shapes]
+    a, b, grad = arrays
+    want = grouped(*map(jnp.asarray, (a, b)), sizes, cotangent=jnp.asarray(grad))
     if spoilt is not None:
         # What no group holds, and the matrices of groups without rows.
-        a, grad = (x.at[sum(sizes) :].set(spoilt) for x in (a, grad))
-        b = b.at[np.array(sizes) == 0].set(spoilt)
-    given_sizes = jnp.asarray(sizes, jnp.int32)
+        a[sum(sizes) :], grad[sum(sizes) :] = spoilt, spoilt
+        b[np.array(sizes) == 0] = spoilt
     sums = jnp.float32
-    wide = grouped_tiles.product(a, b, given_sizes, sums, None)
+
+    @jax.jit
+    def run(a: jax.Array, b: jax.Array, grad: jax.Array, sizes: jax.Array) -> Any:
+        wide, narrow = (
+            grouped_tiles.product(a, b, sizes, dtype, None) for dtype in (sums, a.dtype)
+        )
+        over_rows = grouped_tiles.product_over_rows(a, grad, sizes, sums, None)
+        return wide, narrow, over_rows
+
+    wide, narrow, found = run(*arrays, jnp.asarray(sizes, jnp.int32))
     _near(wide, want.output, sums)
-    narrow = grouped_tiles.product(a, b, given_sizes, a.dtype, None)
-    _near(narrow, want.output, a.dtype)
-    found = grouped_tiles.product_over_rows(a, grad, given_sizes, sums, None)
-    _near(found, want.matrices, a.dtype)
+    _near(narrow, want.output, narrow_dtype)
+    _near(found, want.matrices, narrow_dtype)
 
 
 def test_nothing_of_another_group_reaches_a_row() -> None:

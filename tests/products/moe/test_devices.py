@@ -86,15 +86,11 @@ def test_tokens_along_the_batch_have_capacities_of_their_own() -> None:
     arrays = drawn(1, **_SIZES)
     options: dict[str, Any] = {"top_k": 2, "capacity_factor": 0.5}
     x = arrays.pop("x")
-    want = [moe.layer(part, **arrays, **options) for part in (x[:8], x[8:])]
-    y, auxiliary = moe.layer(
-        x,
-        **arrays,
-        **options,
-        expert_axis="expert",
-        batch_axis="data",
-        mesh=mesh_of(data=2, expert=4),
-    )
+    alone = jax.jit(functools.partial(moe.layer, **options))
+    want = [alone(part, **arrays) for part in (x[:8], x[8:])]
+    options |= {"expert_axis": "expert", "batch_axis": "data"}
+    options["mesh"] = mesh_of(data=2, expert=4)
+    y, auxiliary = jax.jit(functools.partial(moe.layer, **options))(x, **arrays)
     _assert_close(y, np.concatenate([each for each, _ in want]))
     dropped = np.mean([float(each.dropped) for _, each in want])
     assert float(auxiliary.dropped) == pytest.approx(dropped)
@@ -114,7 +110,7 @@ def test_all_tokens_may_go_to_one_device(expert: int) -> None:
 def test_a_call_inside_shard_map_has_a_device_s_arrays() -> None:
     arrays = drawn(3, **_SIZES)
     x = arrays.pop("x").reshape(2, 8, 6)
-    want = moe.layer(x, **arrays, top_k=2)
+    want = jax.jit(functools.partial(moe.layer, top_k=2))(x, **arrays)
     by_expert = {
         name: P("expert") if value.ndim == 3 or name.endswith("_bias") else P()
         for name, value in arrays.items()

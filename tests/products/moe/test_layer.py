@@ -19,6 +19,7 @@ from tests.products.moe.truth import PLAIN, Mixture, drawn, mixture
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _SIZES = {"T": 13, "D": 6, "E": 5, "F": 7, "G": 3}
+_run_layer = jax.jit(moe.layer, static_argnames=("top_k", "capacity_factor"))
 
 
 def _problem(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +82,7 @@ def test_each_dtype(dtype: str, eps: float) -> None:
     arrays: dict[str, Any] = {
         name: x / len(x) ** 0.5 for name, x in drawn(0, dtype=dtype, **_SIZES).items()
     }
-    y, auxiliary = moe.layer(**arrays, top_k=2)
+    y, auxiliary = _run_layer(**arrays, top_k=2)
     assert y.dtype == dtype
     assert {x.dtype for x in vars(auxiliary).values()} == {jnp.dtype("float32")}
     _assert_is((y, auxiliary), mixture(**arrays, top_k=2), eps)
@@ -101,16 +102,16 @@ def test_a_router_in_f32_beside_bf16_chooses_in_f32() -> None:
 
 def test_axes_of_tokens_are_kept() -> None:
     arrays = drawn(2, **_SIZES | {"T": 12})
-    flat, _ = moe.layer(**arrays, top_k=2)
+    flat, _ = _run_layer(**arrays, top_k=2)
     routing = moe.router(
         arrays["x"].reshape(3, 4, -1), arrays["router_w"], top_k=2, normalize=False
     )
     assert routing.experts.shape == routing.weights.shape == (3, 4, 2)
     arrays["x"] = arrays["x"].reshape(3, 4, -1)
-    y, _ = moe.layer(**arrays, top_k=2)
+    y, _ = _run_layer(**arrays, top_k=2)
     np.testing.assert_array_equal(y, flat.reshape(y.shape))
     arrays["x"] = arrays["x"][1, 2]
-    y, _ = moe.layer(**arrays, top_k=2)
+    y, _ = _run_layer(**arrays, top_k=2)
     np.testing.assert_allclose(y, flat[6], rtol=1e-5, atol=1e-5)
 
 
@@ -151,7 +152,7 @@ def test_gradients_are_those_of_the_dense_formula(top_k: int) -> None:
             lambda f: jax.value_and_grad(functools.partial(f, options))(arrays),
             lambda f: jax.jvp(functools.partial(f, options), (arrays,), (arrays,)),
         ):
-            got, want = jax.jit(run, static_argnums=0)(_total), run(_dense)
+            got, want = (jax.jit(run, static_argnums=0)(f) for f in (_total, _dense))
             jax.tree.map(
                 functools.partial(np.testing.assert_allclose, rtol=1e-10), got, want
             )
@@ -177,6 +178,7 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(
     arrays["x"] = arrays["x"].at[-1].set(1.0)
     spoilt = arrays | {"x": arrays["x"].at[-1].set(value)}
 
+    @jax.jit
     def run(w: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         y, back = jax.vjp(lambda x: moe.layer(**(w | {"x": x}), **options)[0], w["x"])
         return y, back(jnp.ones_like(y))[0]
@@ -197,9 +199,9 @@ def test_a_spoilt_expert_reaches_its_own_tokens_alone() -> None:
     ).experts
     own = np.asarray((experts == 0).any(1))
     assert 0 < own.sum() < _SIZES["T"]
-    want, _ = moe.layer(**arrays, top_k=2)
+    want, _ = _run_layer(**arrays, top_k=2)
     arrays["down_w"] = arrays["down_w"].at[0].set(jnp.nan)
-    got, _ = moe.layer(**arrays, top_k=2)
+    got, _ = _run_layer(**arrays, top_k=2)
     np.testing.assert_array_equal(got[~own], want[~own])
     assert np.isnan(got[own]).all()
 
@@ -210,7 +212,7 @@ def test_dropped_tokens_give_zero_whatever_they_are() -> None:
     # All scores of NaN are alike: these tokens go to expert 0.
     spoilt = arrays | {"x": arrays["x"].at[-2:].set(jnp.nan)}
     # One row for each expert: the first token's.
-    y, auxiliary = moe.layer(
+    y, auxiliary = _run_layer(
         **spoilt, top_k=1, selection_bias=bias, capacity_factor=0.1
     )
     assert float(auxiliary.dropped) == pytest.approx(11 / 13)
@@ -230,7 +232,7 @@ def test_vmap_over_any_operands(seed: int) -> None:
         name: jnp.stack([x, x[::-1]]) if name in chosen else x
         for name, x in arrays.items()
     }
-    gradient = jax.grad(functools.partial(_total, {"top_k": 2}))
+    gradient = jax.jit(jax.grad(functools.partial(_total, {"top_k": 2})))
     got = jax.jit(jax.vmap(gradient, (axes,)))(stacked)
     for i in range(2):
         example = {name: x[i] if name in chosen else x for name, x in stacked.items()}
@@ -263,7 +265,7 @@ def test_layers_in_a_scan_with_remat() -> None:
             total += loss
         return jnp.sum(y**2) + total
 
-    got, want = jax.jit(jax.grad(scanned))(stacked), jax.grad(looped)(stacked)
+    got, want = (jax.jit(jax.grad(run))(stacked) for run in (scanned, looped))
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=2e-4, atol=2e-4)
 
@@ -560,7 +562,7 @@ def test_a_capacity_is_rounded_as_it_is_written_and_may_be_large() -> None:
     x, router_w = jax.random.normal(jax.random.key(0), (50, 4)), jnp.zeros((4, 10))
     shapes = (10, 4, 3), (10, 4, 3), (10, 3, 4)
     weights = (jax.random.normal(jax.random.key(1), shape) for shape in shapes)
-    layer = functools.partial(moe.layer, x, router_w, *weights, top_k=2)
+    layer = functools.partial(_run_layer, x, router_w, *weights, top_k=2)
     # All tokens want the first two experts, which take 11 rows each.
     _, auxiliary = layer(capacity_factor=1.1)
     assert float(auxiliary.dropped) == pytest.approx(1 - 22 / 100)

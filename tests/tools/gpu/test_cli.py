@@ -37,15 +37,26 @@ def test_doctor_finds_this_gpu_usable(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ("matmul 512x256x128 --bias --activation gelu", ["matmul"]),
-        ("sdpa 2x256x3x64 --causal --gradient", ["sdpa", "sdpa_backward"]),
-        ("conv 4x16x16x32 3x3x64", ["conv_fprop"]),
+        (
+            "matmul --args bf16[512,128] bf16[128,256] bias=bf16[256] activation=gelu",
+            ["matmul"],
+        ),
+        (
+            "sdpa --args bf16[2,256,3,64] bf16[2,256,3,64] bf16[2,256,3,64] "
+            "is_causal=True --gradient",
+            ["sdpa", "sdpa_backward"],
+        ),
+        (
+            "conv --args bf16[4,16,16,32] bf16[3,3,32,64] window_strides=1,1 "
+            "padding=SAME dimension_numbers=('NHWC','HWIO','NHWC')",
+            ["conv_fprop"],
+        ),
     ],
 )
 def test_bench_times_cudnn_and_xla(
     arguments: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments.split(), "--json"]) == 0
+    assert main(["bench", *f"jax_cudnn:{arguments}".split(), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [part["op"].split("+")[0] for part in data["parts"]] == parts
     for part in data["parts"]:
@@ -63,7 +74,8 @@ def test_bench_times_cudnn_and_xla(
 
 
 def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "matmul", "512x256x128"]) == 0
+    operands = ("bf16[512,128]", "bf16[128,256]")
+    assert main(["bench", "jax_cudnn:matmul", "--args", *operands]) == 0
     told = capsys.readouterr().out
     assert told.startswith(
         f"On {native.device_target(0).name}, medians:\nmatmul  bf16["

@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.caches.call import run_cached
 from jax_cudnn.ops.attention.layouts import Layout
-from jax_cudnn.ops.attention.options import AttentionCall, CachedOptions, takes
+from jax_cudnn.ops.attention.options import AttentionCall, CachedOptions
+from jax_cudnn.ops.common.signatures import takes
 
 
 @overload
@@ -39,7 +40,7 @@ def cached_sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(CachedOptions, is_causal=True)
+@takes(AttentionCall, CachedOptions, is_causal=True)
 def cached_sdpa(
     query: ArrayLike,
     key_cache: ArrayLike,

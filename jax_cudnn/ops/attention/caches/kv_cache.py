@@ -52,7 +52,7 @@ def update(
     Args:
       cache: (b, t, ...), for example (b, t, k, d) as :func:`jax_cudnn.sdpa` takes it;
         any dtype.
-      new: (b, s, ...), the other axes as those of the cache, and of its dtype.
+      new: (b, s, ...), with the dtype and the other axes of the cache.
       lengths: integers (b,), or one for all sequences: how many tokens the cache
         contains. Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
@@ -124,7 +124,7 @@ def update_pages(
     Args:
       pages: (p, i, ...), for example (p, i, k, d) as :func:`jax_cudnn.paged_sdpa` takes
         them; any dtype.
-      new: (b, s, ...), the other axes as those of the pages, and of their dtype.
+      new: (b, s, ...), with the dtype and the other axes of the pages.
       page_table: integers (b, m), the pages of each sequence in their order. A number
         that is not a page, such as -1, means no page. Two sequences must not write to
         one page: the result would not be defined.

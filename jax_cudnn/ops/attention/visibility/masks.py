@@ -183,8 +183,8 @@ class Window(Mask):
       left: how many keys before its own position, or None for all of them.
       right: how many keys after it, or None for all of them.
       alignment: its own position is i for "top-left" (default), and i + t - s for
-        "bottom-right", with s queries and t keys. For "cache" it is that with the
-        lengths of the batch entry in place of t and s.
+        "bottom-right", with s queries and t keys. "cache" is "bottom-right" with the
+        lengths of the batch entry as s and t.
 
     Raises:
       ValueError: no query sees a key in it, as with left = right = -1. Masks that show
@@ -430,8 +430,8 @@ def refuse_mask_data(op: str, mask: object) -> None:
     if isinstance(mask, Mask):
         raise TypeError(
             f"{op}: mask is {type(mask).__name__}(...). Masks of jax_cudnn.masks are "
-            "for jax_cudnn.sdpa. Here, pass a bool array, or other arguments that "
-            "hide keys; packed sequences have none."
+            "for jax_cudnn.sdpa. Here, pass an array of bools, or the other arguments "
+            "that mask keys. There is none for packed sequences."
         )
 
 

@@ -84,7 +84,7 @@ class Packed(Mask):
         *,
         max_length: int | tuple[int, int] | None = None,
     ) -> Packed:
-        """Return the sequences of these lengths, each right behind the one before it.
+        """Return consecutive sequences of these lengths, without gaps between them.
 
         Args:
           query_lengths: integers (n,), or (b, n) for rows that differ. Lengths below 0

@@ -75,15 +75,15 @@ def layer(
             \odot x \, \mathrm{up\_w}_e\big) \, \mathrm{down\_w}_e
 
     Each of the three products adds its bias, if there is one. Without `gate_w`, an MLP
-    is activation(x up_w) down_w. The rows of each expert lie side by side, so a product
-    of all experts is one :func:`jax_cudnn.ragged_dot`. Its results are rounded to the
+    is activation(x up_w) down_w. Rows are sorted by expert, so each of the matmuls is
+    one :func:`jax_cudnn.ragged_dot` over all experts. Its results are rounded to the
     dtype of the operands. The weighted sum is kept in f32 (f64 for f64) and rounded
     once.
 
-    A token's result follows from that token alone, except for the scales of
-    `f8.Current` and `f8.NVFP4`, which follow from all tokens of a device. NaN and
-    infinities of one token reach the auxiliary losses, but no other token. All of JAX's
-    transformations apply.
+    A token's result depends on that token only, except for the scales of `f8.Current`
+    and `f8.NVFP4`, which depend on all tokens of a device. NaN and infinities of one
+    token reach the auxiliary losses, but no other token. All of JAX's transformations
+    apply.
 
     Axis letters: t tokens (any number of axes), d width, e experts, f hidden width.
 
@@ -149,18 +149,18 @@ def layer(
     Notes:
       Over several devices, name the axes. Outside of :func:`jax.shard_map`, arrays are
       whole, and the first axis of `x` is divided over batch_axis and expert_axis.
-      Inside of it, they are those of one device, and results too. Without names,
+      Inside of it, arguments and results are one device's parts. Without names,
       :func:`jax.jit` gathers the tokens on each device.
 
       A device sends each row to the device that has its expert, and gets the result
       back: by :func:`jax.lax.ragged_all_to_all` on NVIDIA GPUs, else by
-      :func:`jax.lax.all_to_all` of padded blocks, with the same numbers. With n
-      devices along expert_axis and r rows of a device's own, it has room for all n r
-      rows, or with a capacity for no more than its experts take. Blocks take n r
-      further rows. The capacity is that of the tokens along expert_axis: tokens along
-      batch_axis have capacities of their own. Losses are those of all tokens. Each
-      device has scales of its own with `f8.Current` and `f8.NVFP4`. The gradient by
-      `state` is the sum over the devices, and `return_state` gives their largest.
+      :func:`jax.lax.all_to_all` of padded blocks, with the same numbers. With n devices
+      along expert_axis and r rows on each, a device allocates n r rows, or with a
+      capacity as many as its experts take. Padded blocks need another n r rows. The
+      capacity counts the tokens along expert_axis; each index along batch_axis has its
+      own capacity. Losses are over all tokens. With `f8.Current` and `f8.NVFP4`, each
+      device has its own scales. The gradient by `state` is the sum over the devices,
+      and `return_state` gives their largest.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -155,8 +155,8 @@ def router(
         \qquad
         \mathrm{z\_loss} = \frac{1}{t} \sum_t \Big(\log \sum_e \exp z_{te}\Big)^2
 
-    They are those of the Switch Transformer (arXiv:2101.03961, equations 4 to 6) for k
-    choices, and of ST-MoE (arXiv:2202.08906, equation 5).
+    The first is the Switch Transformer's (arXiv:2101.03961, equations 4 to 6) for k
+    choices, and the second is ST-MoE's (arXiv:2202.08906, equation 5).
 
     Axis letters: t tokens (any number of axes), d width, e experts, k choices.
 

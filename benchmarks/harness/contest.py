@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a workload by many contenders: compiled at once, checked, timed in turn.
+
+A `Cell` says how each contender computes it. A contender that fails has a row that says
+why, and the others go on. contest_report.py runs cells and writes the page.
+
+Each contender runs several sets of operands in one program (PyTorch: in one call),
+which together are too large for the GPU's cache.
+"""
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness import torch_side
+from benchmarks.harness.timing import Contender, alternate, summary
+from benchmarks.harness.torch_side import torch
+from jax_cudnn import choices, native, plans
+from jax_cudnn.choices import Choice, Key
+from jax_cudnn.tuning.stopwatch import compile_over_sets
+
+FORWARD, BOTH = "forward", "with gradients"
+
+XLA, UNTUNED, FIRST, TUNED = "xla", "untuned", "cudnn", "tuned"
+EAGER, COMPILED = "torch eager", "torch compiled"
+BY_XLA = "jax_cudnn by xla"
+OURS = (BY_XLA, UNTUNED, FIRST, TUNED)
+# What a time may be at most, as a ratio to the best rival's, where a cell says no more.
+GOALS = {UNTUNED: 1.05, TUNED: 1.0}
+
+# The largest relative errors (of norms) of results and of gradients, as derived in
+# fusion.py: up to four roundings to bf16 on the way, and signs that flip near the kinks
+# of relu and of maxima. Rivals may keep sums in bf16 as well.
+OWN_BOUNDS = (2e-2, 1e-1)
+RIVALS_BOUNDS = (3e-2, 3e-1)
+
+# Operands that are larger together are in no cache after a call: 50 MB on an H100, 60
+# on an H200.
+_ROTATED_BYTES = 2**28
+_THREADS = 16
+
+Function = Callable[..., Any]
+Rearrange = Callable[[Sequence[Any]], list[Any]]
+_Pair = tuple[list[Any], list[Any]]
+
+
+class Operand(NamedTuple):
+    """An operand of random normal numbers."""
+
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    mean: float = 0.0
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a contender computes a cell, in the layout of operands that it likes.
+
+    ``function`` takes what ``enter`` makes of the operands, and returns an array or a
+    tuple of them. ``cotangents`` brings those of the cell into its layout; ``outputs``
+    and ``gradients`` bring back what it computed.
+    """
+
+    function: Function
+    enter: Rearrange = list
+    cotangents: Rearrange = list
+    outputs: Rearrange = list
+    gradients: Rearrange = list
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A workload. Gradients are those of all operands of floats.
+
+    Attributes:
+      operation: what it is, and ``size``, of what size.
+      operands: random ones, or the numbers themselves.
+      rivals: what runs without us, and "xla" among it.
+      ours: returns the function of jax_cudnn, a new one at each call, so that nothing
+        that was traced before is remembered. None: there is none.
+      by_xla: the same as XLA's code, or None where that is the rival "xla".
+      first: the same with cuDNN's first plan, or None.
+      torch: PyTorch's function, which takes tensors, or None.
+      truth: what computes the same in f32, by default as "xla" does.
+      has_gradients: whether they are a workload as well.
+      has_products: whether XLA chooses among kernels for it, which it times while it
+        compiles: nothing else runs meanwhile.
+      bounds: the largest relative errors of results and gradients of what is ours.
+        Default: `OWN_BOUNDS`.
+      goals: for a direction, what a contender may take at most, relative to the best
+        rival. Default: `GOALS`.
+    """
+
+    operation: str
+    size: str
+    operands: tuple[Operand | np.ndarray, ...]
+    rivals: Mapping[str, Way]
+    ours: Callable[[], Function] | None
+    by_xla: Function | None = None
+    first: Function | None = None
+    torch: Way | None = None
+    truth: Function | None = None
+    has_gradients: bool = True
+    has_products: bool = False
+    bounds: tuple[float, float] | None = None
+    goals: Mapping[str, Mapping[str, float]] = dataclasses.field(
+        default_factory=lambda: {}
+    )
+
+    @property
+    def name(self) -> str:
+        """The workload in one line."""
+        return f"{self.operation} {self.size}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """What of it is timed."""
+        return (FORWARD, BOTH) if self.has_gradients else (FORWARD,)
+
+    def limits(self, what: str) -> Mapping[str, float]:
+        """Return what contenders may take at most, relative to the best rival."""
+        return {**GOALS, **self.goals.get(what, {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Which contenders there are beside XLA, and how long they are timed."""
+
+    with_torch: bool
+    with_tuning: bool
+    with_first: bool = True
+    max_plans: int = 3
+    most_sets: int = 8
+    rounds: int = 5
+    round_ms: float = 20.0
+
+
+class WrongError(AssertionError):
+    """A contender's results are not what XLA computes in f32."""
+
+
+class _Set(NamedTuple):
+    operands: list[Any]
+    cotangents: list[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A contender; ``results`` are those of the first set, in the cell's layout."""
+
+    contender: Contender
+    results: Callable[[], _Pair]
+
+
+# --- operands -------------------------------------------------------------------------
+
+
+def _outputs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
+    way = cell.rivals[XLA]
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
+    return jax.tree.leaves(jax.eval_shape(way.function, *like))
+
+
+def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
+    """Return sets of operands and cotangents, too large together for the cache."""
+    outputs = [Operand(x.shape, dtype=x.dtype.name) for x in _outputs(cell)]
+    random = [x for x in cell.operands if isinstance(x, Operand)]
+
+    @jax.jit
+    def draw(seed: jax.Array) -> list[jax.Array]:
+        keys = jax.random.split(
+            jax.random.key(seed, impl="rbg"), len(random) + len(outputs)
+        )
+        return [
+            (jax.random.normal(key, x.shape) * x.scale + x.mean).astype(x.dtype)
+            for key, x in zip(keys, [*random, *outputs], strict=True)
+        ]
+
+    def one(seed: int) -> _Set:
+        arrays = iter(draw(jnp.uint32(seed)))
+        operands = [
+            next(arrays) if isinstance(x, Operand) else jnp.asarray(x)
+            for x in cell.operands
+        ]
+        return _Set(operands, list(arrays))
+
+    size = sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in [*random, *outputs]
+    )
+    count = 1
+    if size < 2 * _ROTATED_BYTES:
+        count = min(most, max(2, math.ceil(_ROTATED_BYTES / size)))
+    return [one(i) for i in range(count)]
+
+
+# --- JAX ------------------------------------------------------------------------------
+
+
+def program(function: Function, what: str) -> Callable[..., _Pair]:
+    """Return a function of operands and cotangents: results, and all gradients."""
+
+    def run(operands: Sequence[Any], cotangents: Sequence[Any]) -> _Pair:
+        if what == FORWARD:
+            return jax.tree.leaves(function(*operands)), []
+        places = [
+            i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+
+        def of_floats(*floats: Any) -> list[Any]:
+            given = list(operands)
+            for place, x in zip(places, floats, strict=True):
+                given[place] = x
+            return jax.tree.leaves(function(*given))
+
+        results, pull = jax.vjp(of_floats, *(operands[i] for i in places))
+        return results, list(pull(list(cotangents)))
+
+    return run
+
+
+def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
+    entered: list[Any] = [(way.enter(x), way.cotangents(grads)) for x, grads in sets]
+    compiled = compile_over_sets(program(way.function, what), entered)
+
+    def call() -> Any:
+        return compiled(entered)
+
+    def results() -> _Pair:
+        outputs, gradients = call()[0]
+        return way.outputs(outputs), way.gradients(gradients)
+
+    return _Made(
+        contender=Contender(call=call, wait=jax.block_until_ready, count=len(entered)),
+        results=results,
+    )
+
+
+def _truth(cell: Cell, first: _Set) -> Callable[[], _Pair]:
+    """Return what computes XLA's results from the same numbers in f32, compiled.
+
+    XLA multiplies in TF32, which holds all bf16 operands exactly.
+    """
+
+    def in_f32(operands: list[Any], cotangents: list[Any]) -> _Pair:
+        function = cell.truth or cell.rivals[XLA].function
+        run = program(function, cell.directions[-1])
+        return run(list(map(_wide, operands)), list(map(_wide, cotangents)))
+
+    compiled = jax.jit(in_f32).lower(*first).compile()
+    return lambda: jax.block_until_ready(compiled(*first))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+# --- PyTorch --------------------------------------------------------------------------
+
+
+def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
+    """Return PyTorch's function, which is compiled when it is called first."""
+    function = way.function
+    if name == COMPILED:
+        function = torch.compile(function, dynamic=False)
+    moved: list[_Pair] = []
+    for operands, cotangents in sets:
+        tensors = way.enter(list(map(torch_side.from_jax, operands)))
+        for x in tensors:
+            x.requires_grad_(what == BOTH and x.is_floating_point())
+        moved.append(
+            (tensors, way.cotangents(list(map(torch_side.from_jax, cotangents))))
+        )
+
+    def one(operands: list[Any], cotangents: list[Any]) -> _Pair:
+        found = function(*operands)
+        outputs = list(found) if isinstance(found, tuple | list) else [found]
+        if what == FORWARD:
+            return outputs, []
+        floats = [x for x in operands if x.requires_grad]
+        return outputs, list(torch.autograd.grad(outputs, floats, cotangents))
+
+    def call() -> Any:
+        return [one(*each) for each in moved]
+
+    def results() -> _Pair:
+        outputs, gradients = call()[0]
+        found = way.outputs(outputs), way.gradients(gradients)
+        outputs, gradients = ([torch_side.to_jax(x) for x in each] for each in found)
+        return outputs, gradients
+
+    made = _Made(contender=torch_side.contender(call, len(moved)), results=results)
+    made.contender.wait(made.contender.call())
+    return made
+
+
+# --- correctness ----------------------------------------------------------------------
+
+
+@jax.jit
+def _relative_errors(found: Sequence[Any], want: Sequence[Any]) -> list[jax.Array]:
+    def norm(x: jax.Array) -> jax.Array:
+        return jnp.linalg.norm(x.astype(jnp.float32).ravel())
+
+    return [
+        norm(x.astype(jnp.float32) - y) / jnp.maximum(norm(y), 1e-30)
+        for x, y in zip(found, want, strict=True)
+    ]
+
+
+def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
+    """Return the largest relative errors of results and of gradients, if there are."""
+    found = made.results()
+    bounds = (cell.bounds or OWN_BOUNDS) if name in OURS else RIVALS_BOUNDS
+    errors: list[float] = []
+    for what, arrays, truth, bound in zip(
+        ("results", "gradients"), found, want, bounds, strict=True
+    ):
+        if not arrays:
+            continue
+        each = [float(x) for x in _relative_errors(arrays, truth)]
+        # Written so that a NaN fails.
+        if not all(error <= bound for error in each):
+            told = ", ".join(f"{error:.1e}" for error in each)
+            raise WrongError(f"{what} are wrong by {told}, which exceeds {bound}")
+        errors.append(float(f"{max(each):.2e}"))
+    return errors
+
+
+# --- one cell -------------------------------------------------------------------------
+
+# By direction and name: a contender, or why there is none.
+_Field = dict[tuple[str, str], _Made | str]
+
+
+def measure(
+    cell: Cell, settings: Settings, shipped: Mapping[Key, Choice]
+) -> list[dict[str, Any]]:
+    """Return a row for each contender of a cell, forward and with gradients.
+
+    What is untuned knows only the shipped choices, and none of other cells.
+    """
+    choices.table().clear()
+    choices.table().add(shipped)
+    sets = _drawn_sets(cell, settings.most_sets)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        waiting = _submitted(pool, cell.directions, _ways(cell, settings), sets)
+        truth = pool.submit(_truth, cell, sets[0])
+        if cell.has_products:
+            wait(waiting.values())
+            wait([truth])
+        # PyTorch compiles here while JAX does so in other threads.
+        field: _Field = {
+            (what, name): _attempt(name, _of_torch, cell.torch, name, what, sets)
+            for what in cell.directions
+            for name in (EAGER, COMPILED)
+            if settings.with_torch and cell.torch is not None
+        }
+        field |= _collected(waiting)
+        compiled_truth = truth.result()
+        if settings.with_tuning and cell.ours is not None:
+            field |= _tuned(pool, cell, settings, sets)
+    want = compiled_truth()
+    rows: list[dict[str, Any]] = []
+    for what in cell.directions:
+        made = {name: each for (w, name), each in field.items() if w == what}
+        rows += _timed(cell, what, made, want, settings)
+    return rows
+
+
+def _ways(cell: Cell, settings: Settings) -> dict[str, Way]:
+    """Return the contenders in JAX that need no tuning."""
+    ways = dict(cell.rivals)
+    if cell.by_xla is not None:
+        ways[BY_XLA] = Way(function=cell.by_xla)
+    if cell.ours is not None:
+        ways[UNTUNED] = Way(function=cell.ours())
+    if settings.with_first and cell.first is not None:
+        ways[FIRST] = Way(function=cell.first)
+    return ways
+
+
+def _submitted(
+    pool: ThreadPoolExecutor,
+    directions: Sequence[str],
+    ways: Mapping[str, Way],
+    sets: Sequence[_Set],
+) -> dict[tuple[str, str], Future[_Made]]:
+    return {
+        (what, name): pool.submit(_of_jax, way, what, sets)
+        for what in directions
+        for name, way in ways.items()
+    }
+
+
+def _collected(waiting: Mapping[tuple[str, str], Future[_Made]]) -> _Field:
+    return {key: _attempt(key[1], future.result) for key, future in waiting.items()}
+
+
+def _tuned(
+    pool: ThreadPoolExecutor, cell: Cell, settings: Settings, sets: Sequence[_Set]
+) -> _Field:
+    """Choose plans for each direction, and compile what is chosen.
+
+    One after another: in one program XLA would compute once what both have in common.
+    """
+    assert cell.ours is not None
+    field: _Field = {}
+    for what in cell.directions:
+        function = program(cell.ours(), what)
+        found = _attempt(
+            TUNED,
+            lambda function=function: plans.autotune(
+                function, *sets[0], max_plans=settings.max_plans, progress=False
+            ),
+        )
+        if isinstance(found, str):
+            field[what, TUNED] = found
+            continue
+        print(found, flush=True)
+        ways = {TUNED: Way(function=cell.ours())}
+        field |= _collected(_submitted(pool, (what,), ways, sets))
+    return field
+
+
+def _timed(
+    cell: Cell,
+    what: str,
+    made: Mapping[str, _Made | str],
+    want: _Pair,
+    settings: Settings,
+) -> list[dict[str, Any]]:
+    """Check the contenders of a direction, time them, and return their rows."""
+    failures: dict[str, str] = {}
+    errors: dict[str, list[float]] = {}
+    contenders: dict[str, Contender] = {}
+    for name, each in made.items():
+        if isinstance(each, str):
+            failures[name] = each
+            continue
+        checked = _attempt(name, _check, cell, name, each, want)
+        if isinstance(checked, str):
+            failures[name] = checked
+            continue
+        errors[name] = checked
+        contenders[name] = each.contender
+    rivals = [name for name in contenders if name not in OURS]
+    if not rivals:
+        raise RuntimeError(f"no rival ran {what}: {failures}")
+    builds = native.cache_stats().builds
+    times = alternate(
+        contenders, rounds=settings.rounds, round_ms=settings.round_ms, least_calls=2
+    )
+    if native.cache_stats().builds != builds:
+        raise RuntimeError("a plan was built while timing")
+    best = min(rivals, key=lambda name: summary(times[name], times[name]).median_us)
+    rows: list[dict[str, Any]] = []
+    for name in _in_order(cell, made):
+        row: dict[str, Any] = {
+            "operation": cell.operation,
+            "size": cell.size,
+            "what": what,
+            "contender": name,
+        }
+        if name in failures:
+            row["failure"] = failures[name]
+        else:
+            timing = dataclasses.asdict(summary(times[name], times[best]))
+            timing["median_us"] /= contenders[name].count
+            row |= {key: float(f"{value:.4g}") for key, value in timing.items()}
+            row["errors"] = errors[name]
+        limit = cell.limits(what).get(name)
+        rows.append(row if limit is None else {**row, "goal": limit})
+    return rows
+
+
+def _in_order(cell: Cell, names: Mapping[str, Any]) -> Iterator[str]:
+    """Yield XLA and what else there is of JAX, PyTorch, and what is ours at the end."""
+    order = (*cell.rivals, EAGER, COMPILED, *OURS)
+    yield from sorted(names, key=order.index)
+
+
+def _attempt(name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what is made, or in words why it cannot be."""
+    try:
+        return make(*arguments)
+    except Exception as error:
+        traceback.print_exception(error, limit=-3)
+        told = reason(error)
+        print(f"  {name} failed: {told}", flush=True)
+        return told
+
+
+def reason(error: BaseException) -> str:
+    """Return what went wrong, in a line."""
+    parts = [error]
+    if isinstance(error, BaseExceptionGroup):
+        parts += error.exceptions
+    lines = (f"{type(x).__name__}: {x}".strip().splitlines()[0] for x in parts)
+    return "; ".join(lines)[:300]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tokamax as a contender, where it is installed: its Mosaic kernels for Hopper GPUs."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.harness.torch_side import installed
+
+_CACHE = "TRITON_CACHE_DIR"
+
+
+def _without_its_cache() -> Any:
+    """Import tokamax, and give Triton its cache back.
+
+    jax_triton, which tokamax imports, turns it off, and then PyTorch compiles nothing.
+    """
+    before = os.environ.get(_CACHE)
+    found = installed("tokamax")
+    if before is None:
+        os.environ.pop(_CACHE, None)
+    else:
+        os.environ[_CACHE] = before
+    return found
+
+
+tokamax: Any = _without_its_cache()
+
+
+def attention(**options: Any) -> Callable[..., Any]:
+    """Return its attention with these options, called as `jax.nn`'s is."""
+
+    def call(*arrays: Any) -> Any:
+        return tokamax.dot_product_attention(
+            *arrays, implementation="mosaic", **options
+        )
+
+    return call
+
+
+def compiled(name: str, function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    """Return the function compiled for these arrays, or None; says why not."""
+    try:
+        return jax.jit(function).lower(*arrays).compile()
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"  {name} cannot run this cell: {reason}")
+        return None

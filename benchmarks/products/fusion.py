@@ -1,0 +1,555 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks jax_cudnn.conv and matmul against XLA and PyTorch, side by side.
+
+    python -m benchmarks.fusion --group conv --group mlp --out results/a
+    python -m benchmarks.fusion --cells 'resnet50|convnext' --out results/b
+    python -m benchmarks.fusion --merge results/a/fusion.json results/b/fusion.json \
+        --out docs/benchmarks --tune-out jax_cudnn/data/h200-cudnn-9.19.json
+
+Each run writes fusion.json and fusion.md after every cell. Merging puts the cells of
+several runs into one report, and writes what tuning chose. The benchmarks need an
+NVIDIA GPU (except with --tiny); PyTorch is used where it is installed. Operands are
+random. Each contender runs several sets of operands in one program, which together are
+too large for the GPU's cache; timing.py says how times are taken. Nothing is timed
+before its results were compared with XLA's in f32.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import gc
+import json
+import math
+import re
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.harness import torch_side
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
+from benchmarks.harness.timing import Contender, compare
+from benchmarks.harness.torch_side import torch
+from benchmarks.harness.versions import environment
+from benchmarks.products import fusion_report
+from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function, Operand
+from benchmarks.products.fusion_report import (
+    BOTH,
+    FORWARD,
+    TORCH,
+    TUNED,
+    UNTUNED,
+    XLA,
+    markdown,
+)
+from jax_cudnn import choices, native, plans
+from jax_cudnn.choices import Choice, Key
+from jax_cudnn.lowering.devices import local_target
+from jax_cudnn.tuning.stopwatch import call_over_sets, time_calls
+
+# Sets of operands in turn, so that none is still in the cache: 60 MB on an H200.
+_ROTATED_BYTES = 2**27
+_MOST_SETS = 8
+
+# The largest relative errors (of norms) of the output and of the gradients.
+#
+# For jax_cudnn: bf16 rounds to 2^-9, and roundings on the way average out, so 1e-2 has
+# room for two or three roundings. XLA's code, which tuning may choose, rounds sums
+# before the bias is added. Then some values z move across 0, where the gradient of relu
+# jumps. With z of deviation 1 and an error of about 2^-9, this happens to 1 or 2 of
+# 1000 values. The relative error is the square root of this share, 0.04.
+#
+# For the rivals: they may keep sums in bf16 as well, such as those of the bias's
+# gradient. A wrong result, with a factor or transposition too many, is off by about 1.
+_OWN_BOUNDS = (1e-2, 1e-1)
+_RIVALS_BOUNDS = (3e-2, 3e-1)
+
+Arrays = Sequence[Any]
+
+
+class WrongError(AssertionError):
+    """A contender's results are not what XLA computes in f32."""
+
+
+# --- operands -------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(seed: jax.Array, operands: tuple[Operand, ...]) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(operands))
+
+    def one(key: jax.Array, operand: Operand) -> jax.Array:
+        if jnp.issubdtype(operand.dtype, jnp.integer):
+            most = jnp.iinfo(operand.dtype).max
+            return jax.random.randint(key, operand.shape, -most, most, operand.dtype)
+        values = jax.random.normal(key, operand.shape, jnp.float32)
+        return (values * operand.deviation).astype(operand.dtype)
+
+    return [one(*pair) for pair in zip(keys, operands, strict=True)]
+
+
+def draw_sets(cell: Cell) -> list[list[jax.Array]]:
+    """Return sets of random operands, each with the output's cotangent at its end."""
+    count = math.ceil(_ROTATED_BYTES / cell.bytes(gradients=False))
+    drawn = (*cell.operands, Operand(cell.output))
+    return [_draw(i, drawn) for i in range(min(_MOST_SETS, max(2, count)))]
+
+
+def with_gradients(function: Function) -> Function:
+    """Return a function of operands and cotangent: the result and all gradients."""
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *operands, cotangent = arrays
+        output, pullback = jax.vjp(function, *operands)
+        return output, *pullback(cotangent)
+
+    return run
+
+
+def forward_only(function: Function) -> Function:
+    """Return a function of operands and cotangent that does not use the latter."""
+    return lambda *arrays: (function(*arrays[:-1]),)
+
+
+WRAPPERS: dict[str, Callable[[Function], Function]] = {
+    FORWARD: forward_only,
+    BOTH: with_gradients,
+}
+
+
+# --- tuning ---------------------------------------------------------------------------
+
+
+class Tuner:
+    """Tunes cells; cells that differ only in their epilogue are tuned together.
+
+    Such cells share graphs, for example those of gradients, which are measured once.
+    """
+
+    def __init__(self, cells: Sequence[Cell], *, has_gpu: bool) -> None:
+        """Take all cells of a run. Without a GPU there is nothing to measure."""
+        self._has_gpu = has_gpu
+        self._families: dict[Cell, list[Cell]] = {}
+        for cell in cells:
+            self._families.setdefault(_plain(cell), []).append(cell)
+        self._tunings: dict[Cell, plans.Tuning] = {}
+
+    def tune(self, cell: Cell) -> dict[Key, Choice]:
+        """Return the choices for the family of a cell."""
+        if not self._has_gpu:
+            return {}
+        family = _plain(cell)
+        if family not in self._tunings:
+            members = self._families[family]
+            arrays = [abstract_operands(member) for member in members]
+            tuning = plans.autotune(
+                lambda arrays: list(map(run_all_directions, members, arrays)),
+                arrays,
+                whole_program=False,  # it is no program, but all cells of a family
+            )
+            print(tuning, flush=True)
+            self._tunings[family] = tuning
+        return self._tunings[family].choices
+
+
+def _plain(cell: Cell) -> Cell:
+    return dataclasses.replace(
+        cell,
+        group="conv",
+        activation=None,
+        has_bias=True,
+        has_residual=False,
+        goal=None,
+    )
+
+
+def abstract_operands(cell: Cell) -> list[Any]:
+    """Return the shapes and dtypes of a cell's operands and of its cotangent."""
+    drawn = (*cell.operands, Operand(cell.output))
+    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in drawn]
+
+
+def directions_of(cell: Cell) -> list[str]:
+    """Return what is timed of a cell: forward, and with gradients if it has them."""
+    return [FORWARD, BOTH] if cell.has_gradients else [FORWARD]
+
+
+def run_all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
+    """Return jax_cudnn's functions for a cell, forward and with gradients."""
+    return [WRAPPERS[what](cell.ours)(*arrays) for what in directions_of(cell)]
+
+
+# --- one cell -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to run cells; ``rates`` are bytes/s and flop/s of this machine."""
+
+    tuner: Tuner
+    rates: tuple[float, float]
+    with_torch: bool
+    rounds: int = 7
+    round_ms: float = 20.0
+
+
+def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
+    """Time one cell: forward, and forward with gradients where it has them."""
+    start = time.monotonic()
+    sets = draw_sets(cell)
+    directions = directions_of(cell)
+    seconds: dict[str, float] = {}
+    forms = {what: _fastest_form(cell, what, sets) for what in directions}
+    truth = _truth(cell, directions[-1], sets[0])
+
+    # Without choices, of this cell or of others that share parts with it.
+    choices.table().clear()
+    untuned, seconds["build"] = _compiled(cell.ours, directions, sets)
+    mark = time.monotonic()
+    found = settings.tuner.tune(cell)
+    seconds["tune"] = time.monotonic() - mark
+    choices.table().add(found)
+    tuned: dict[str, Contender] = {}
+    if found:
+        tuned, seconds["build tuned"] = _compiled(cell.ours, directions, sets)
+
+    results: dict[str, Any] = {}
+    for what in directions:
+        form, xla = forms[what]
+        contenders = {XLA: xla, UNTUNED: untuned[what]}
+        contenders |= {TUNED: tuned[what]} if tuned else {}
+        errors = {
+            name: _check(name, what, each.call()[0], truth)
+            for name, each in contenders.items()
+        }
+        torch_failure: str | None = None
+        if settings.with_torch:
+            try:
+                made = _torch_contender(cell, what, sets)
+                errors[TORCH] = _check(TORCH, what, _torch_results(cell, made), truth)
+                contenders[TORCH] = made
+            except Exception as error:
+                torch_failure = f"{type(error).__name__}: {error}"[:500]
+                print(f"  torch {what} is left out: {torch_failure}", flush=True)
+        function = WRAPPERS[what](cell.ours)
+        results[what] = {
+            "xla_form": form,
+            "torch_failure": torch_failure,
+            **_floor(cell, what, settings),
+            "calls": [
+                dataclasses.asdict(call)
+                for call in plans.inspect(function, *sets[0]).calls
+            ],
+            "contenders": _time(contenders, errors, settings),
+        }
+        _print_results(what, results[what])
+    seconds["total"] = time.monotonic() - start
+    return {
+        "cell": cell.key,
+        "group": cell.group,
+        "name": cell.name,
+        "goal": cell.goal,
+        "sets": len(sets),
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "tuning": [
+            {**dataclasses.asdict(key), **dataclasses.asdict(choice)}
+            for key, choice in found.items()
+        ],
+        "results": results,
+    }
+
+
+def _contender(function: Function, sets: Sequence[Arrays]) -> Contender:
+    call = call_over_sets(function, sets)
+    return Contender(call=call, wait=jax.block_until_ready, count=len(sets))
+
+
+def _compiled(
+    function: Function, directions: Sequence[str], sets: Sequence[Arrays]
+) -> tuple[dict[str, Contender], float]:
+    """Return the function's contenders by direction, and the seconds that it took."""
+    start = time.monotonic()
+    made = {what: _contender(WRAPPERS[what](function), sets) for what in directions}
+    return made, time.monotonic() - start
+
+
+def _fastest_form(
+    cell: Cell, what: str, sets: Sequence[Arrays]
+) -> tuple[str, Contender]:
+    """Return XLA's contender, the fastest where users have several ways to write it."""
+    made = {
+        name: _contender(WRAPPERS[what](form), sets)
+        for name, form in cell.xla_forms.items()
+    }
+    if len(made) == 1:
+        return next(iter(made.items()))
+    times = {
+        name: time_calls(each.call, len(sets), samples=3).median_us
+        for name, each in made.items()
+    }
+    print(f"  XLA, us: {times}")
+    best = min(times, key=lambda name: times[name])
+    return best, made[best]
+
+
+def _torch_contender(cell: Cell, what: str, sets: Sequence[Arrays]) -> Contender:
+    moved: list[tuple[list[Any], Any]] = []
+    for arrays in sets:
+        *operands, cotangent = cell.to_torch([torch_side.from_jax(x) for x in arrays])
+        for x in operands:
+            x.requires_grad_(what == BOTH)
+        moved.append((operands, cotangent))
+
+    def one(operands: list[Any], cotangent: Any) -> tuple[Any, ...]:
+        output = cell.torch_function(*operands)
+        if what == FORWARD:
+            return (output,)
+        return output, *torch.autograd.grad(output, operands, cotangent)
+
+    return torch_side.contender(lambda: [one(*each) for each in moved], len(moved))
+
+
+def _torch_results(cell: Cell, made: Contender) -> list[jax.Array]:
+    return [torch_side.to_jax(x) for x in cell.from_torch(made.call()[0])]
+
+
+def _time(
+    contenders: dict[str, Contender],
+    errors: dict[str, list[float]],
+    settings: Settings,
+) -> dict[str, Any]:
+    builds = _builds()
+    timings = compare(
+        contenders,
+        baseline=XLA,
+        rounds=settings.rounds,
+        round_ms=settings.round_ms,
+        least_calls=2,
+    )
+    assert _builds() == builds, "a plan was built while timing"
+    torch_us = timings[TORCH].median_us if TORCH in timings else None
+    rows: dict[str, Any] = {}
+    for name, timing in timings.items():
+        row = dataclasses.asdict(timing)
+        row["median_us"] = timing.median_us / contenders[name].count
+        if torch_us is not None:
+            row["ratio_to_torch"] = timing.median_us / torch_us
+        rows[name] = {key: float(f"{value:.5g}") for key, value in row.items()}
+        rows[name]["errors"] = errors[name]
+    return rows
+
+
+def _builds() -> int:
+    return native.cache_stats().builds
+
+
+def _floor(cell: Cell, what: str, settings: Settings) -> dict[str, Any]:
+    floor, by = cell.floor_us(*settings.rates, gradients=what == BOTH)
+    return {"floor_us": round(floor, 2), "floor_by": by}
+
+
+def _print_results(what: str, result: dict[str, Any]) -> None:
+    for name, row in result["contenders"].items():
+        errors = " ".join(f"{error:.1e}" for error in row["errors"])
+        print(
+            f"  {what:8s} {name:8s} {row['median_us']:10.1f} us  {row['ratio']:6.3f} "
+            f"({row['ratio_low']:.3f}-{row['ratio_high']:.3f})  errors {errors}",
+            flush=True,
+        )
+    print(f"  {what:8s} floor    {result['floor_us']:10.1f} us  {result['floor_by']}")
+
+
+# --- correctness ----------------------------------------------------------------------
+
+
+def _truth(cell: Cell, what: str, arrays: Arrays) -> list[jax.Array]:
+    """Return XLA's results from the same numbers in f32.
+
+    XLA multiplies in TF32, which holds all bf16 operands exactly.
+    """
+    form = next(iter(cell.xla_forms.values()))
+    wide = [x.astype(jnp.float32) for x in arrays]
+    return list(jax.jit(WRAPPERS[what](form))(*wide))
+
+
+@jax.jit
+def _relative_errors(found: Arrays, truth: Arrays) -> list[jax.Array]:
+    return [
+        jnp.linalg.norm((x.astype(jnp.float32) - y).ravel())
+        / jnp.linalg.norm(y.ravel())
+        for x, y in zip(found, truth, strict=True)
+    ]
+
+
+def _check(name: str, what: str, found: Arrays, truth: Arrays) -> list[float]:
+    """Return the relative errors, of the output and of the gradients."""
+    pairs = _relative_errors(list(found), list(truth[: len(found)]))
+    errors = [float(f"{float(error):.3g}") for error in pairs]
+    first, others = _OWN_BOUNDS if name in (TUNED, UNTUNED) else _RIVALS_BOUNDS
+    bounds = [first, *[others] * (len(errors) - 1)]
+    # Written so that a NaN fails.
+    if not all(e <= bound for e, bound in zip(errors, bounds, strict=True)):
+        raise WrongError(f"{name} {what}: relative errors {errors} exceed {bounds}")
+    return errors
+
+
+# --- the run --------------------------------------------------------------------------
+
+
+def measured_rates(*, tiny: bool) -> tuple[float, float]:
+    """Return this machine's bytes/s of a copy and flop/s of a bf16 matmul."""
+    elements, size = (2**16, 64) if tiny else (2**29, 8192)
+    x = jnp.ones(elements, jnp.bfloat16)
+    copy = call_over_sets(lambda x: -x, [[x], [x]])
+    seconds = time_calls(copy, 2, samples=5).median_us / 1e6
+    a, b = _draw(0, (Operand((size, size)),) * 2)
+    product = call_over_sets(jnp.matmul, [[a, b], [b, a]])
+    product_seconds = time_calls(product, 2, samples=5).median_us / 1e6
+    return 4 * elements / seconds, 2 * size**3 / product_seconds
+
+
+def selected(options: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the cells that the options ask for."""
+    done = {cell["cell"] for path in options.skip for cell in _read(path)["cells"]}
+    for cell in CELLS:
+        is_wanted = not options.group or cell.group in options.group
+        if is_wanted and re.search(options.cells, cell.key) and cell.key not in done:
+            yield cell
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the cells, writing the report after each; failures do not stop the others."""
+    start = time.monotonic()
+    has_gpu = not options.tiny and local_target() is not None
+    if not has_gpu and not options.tiny:
+        sys.exit("benchmarks.fusion needs an NVIDIA GPU; try --tiny")
+    with_torch = torch is not None and not options.no_torch
+    with_torch &= not options.tiny or options.torch
+    if with_torch:
+        torch_side.prefer_fast_convolutions()
+    settings = Settings(
+        tuner=Tuner([*selected(options)], has_gpu=has_gpu),
+        rates=measured_rates(tiny=options.tiny),
+        with_torch=with_torch,
+        **({"rounds": 3, "round_ms": 1.0} if options.tiny else {}),
+    )
+    info: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.fusion", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "environment": environment(),
+        "copy_tb_per_s": round(settings.rates[0] / 1e12, 3),
+        "matmul_tf_per_s": round(settings.rates[1] / 1e12, 1),
+    }
+    print(json.dumps(info, indent=1), flush=True)
+    data: dict[str, Any] = {"runs": [info], "cells": [], "failures": []}
+    for full in selected(options):
+        spent = time.monotonic() - start
+        if spent > options.budget_s:
+            print(f"not run for lack of time: {full.key}")
+            continue
+        cell = full.tiny() if options.tiny else full
+        print(f"[{spent:5.0f} s] {cell.key}", flush=True)
+        try:
+            data["cells"].append(run_cell(cell, settings))
+        except Exception as error:
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {error}"
+            data["failures"].append({"cell": full.key, "error": text[:2000]})
+        gc.collect()
+        if with_torch:
+            torch_side.release_memory()
+        info["seconds"] = round(time.monotonic() - start)
+        write(options, data)
+    return data
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the cells of several runs in their usual order; later files win."""
+    runs: list[dict[str, Any]] = []
+    cells: dict[str, dict[str, Any]] = {}
+    failures: dict[str, dict[str, Any]] = {}
+    for data in map(_read, paths):
+        for cell in data["cells"]:
+            # A merged file's cells know their run already.
+            number = len(runs) + cell.get("run", 0)
+            cells[cell["cell"]] = {**cell, "run": number}
+        failures |= {failure["cell"]: failure for failure in data["failures"]}
+        runs += data["runs"]
+    order = {cell.key: i for i, cell in enumerate(CELLS)}
+    keys = sorted(cells, key=lambda key: order.get(key, len(order)))
+    return {
+        "runs": runs,
+        "cells": [cells[key] for key in keys],
+        "failures": [f for key, f in failures.items() if key not in cells],
+    }
+
+
+def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
+    """Write the report, and the tuned choices where asked for."""
+    Table(folder=options.out, name="fusion", markdown=markdown).write(data)
+    if options.tune_out is not None:
+        options.tune_out.parent.mkdir(parents=True, exist_ok=True)
+        choices.write(options.tune_out, tuned_choices(data), _made(data))
+
+
+def tuned_choices(data: dict[str, Any]) -> dict[Key, Choice]:
+    """Return what tuning chose in all cells."""
+    names = [field.name for field in dataclasses.fields(Key)]
+    found: dict[Key, Choice] = {}
+    for cell in data["cells"]:
+        for entry in cell["tuning"]:
+            fields = dict(entry)
+            key = Key(**{name: fields.pop(name) for name in names})
+            found[key] = Choice(**fields)
+    return found
+
+
+def _made(data: dict[str, Any]) -> str:
+    origins = dict.fromkeys(fusion_report.origin(info) for info in data["runs"])
+    return "; ".join(["benchmarks.fusion", *origins])
+
+
+def main() -> None:
+    """Run cells, or merge the reports of several runs."""
+    made = parser(__doc__)
+    made.add_argument("--tune-out", type=Path, help="the choices file to write")
+    made.add_argument("--group", choices=GROUPS, action="append", default=[])
+    made.add_argument("--cells", default="", help="regex on 'group: name'")
+    made.add_argument("--skip", type=Path, nargs="*", default=[], metavar="JSON",
+                        help="reports whose cells are not to be run again")  # fmt: skip
+    made.add_argument("--budget-s", type=float, default=math.inf,
+                        help="start no cell after so many seconds")  # fmt: skip
+    made.add_argument("--list", action="store_true", help="print the cells' names")
+    made.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
+    made.add_argument("--torch", action="store_true", help="PyTorch with --tiny too")
+    made.add_argument("--no-torch", action="store_true")
+    made.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
+    options = made.parse_args()
+    plans.set_cache(None)  # no plans and choices of other runs, and none left behind
+    if options.list:
+        print("\n".join(cell.key for cell in selected(options)))
+        return
+    if options.merge:
+        data = merged(options.merge)
+        write(options, data)
+    else:
+        data = run(options)
+    print(markdown(data))
+    if data["failures"]:
+        sys.exit(f"failed: {[failure['cell'] for failure in data['failures']]}")
+
+
+if __name__ == "__main__":
+    main()

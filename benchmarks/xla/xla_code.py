@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the bytes that XLA's code of an operation moves on a GPU, without a GPU.
+
+    pip install "jax[cuda13]" flax
+    python -m benchmarks.xla_code --out docs/internals/measured
+
+compiles each workload for an H200, once as plain JAX and once as jax_cudnn has it where
+no cuDNN is, and writes xla_code.json and xla_code.md there. The programs are XLA's,
+compiled as for that GPU, and neither they nor the driver run. `--only REGEX` chooses
+workloads; the file's others stay.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jax.experimental import topologies
+
+import jax_cudnn.flax.linen
+from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, Operand, program
+from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
+from benchmarks.layers import norms, operation_cells
+from benchmarks.products import fusion_cells
+from benchmarks.xla.traffic import BYTES
+from jax_cudnn import offline, plans
+from jax_cudnn.config import Implementation
+
+_GPU = "H200"
+# The ratio to plain JAX above which a program is counted.
+_MOST = 1.05
+# XLA would time kernels to choose among them.
+_OPTIONS = {"xla_gpu_autotune_level": 0}
+
+Function = Callable[..., Any]
+
+
+# --- programs -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel of a compiled program, and the bytes that it reads and writes."""
+
+    name: str
+    op: str
+    read: int
+    written: int
+
+
+_LINE = re.compile(
+    r" +(?:ROOT )?(?P<name>%[\w.\-]+) = (?P<type>\([^=]*?\)|\S+) "
+    r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)(?P<rest>.*)"
+)
+# These are no kernels: names for what is there.
+_NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+# Elementwise, so that a slice of the result reads a slice of the operand.
+_SAME_PLACES = ("bitcast", "convert", "reshape")
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Return the kernels of a compiled program, given as HLO's text.
+
+    An operand that a kernel reads through slices alone counts as much as they do.
+    """
+    blocks = dict(_blocks(re.sub(r"/\*.*?\*/", "", text)))
+    types: dict[str, str] = {}
+    found: list[Kernel] = []
+    for line in blocks["ENTRY"]:
+        types[line["name"]] = line["type"]
+        if line["op"] in _NAMES:
+            continue
+        called = re.search(r"calls=(%[\w.\-]+)", line["rest"])
+        inner = blocks.get(called[1], []) if called else []
+        operands = dict.fromkeys(re.findall(r"%[\w.\-]+", line["operands"]))
+        read = sum(
+            size(types[name]) * _share(inner, i) for i, name in enumerate(operands)
+        )
+        found.append(
+            Kernel(
+                name=line["name"],
+                op=line["op"],
+                read=round(read),
+                written=size(line["type"]),
+            )
+        )
+    return found
+
+
+def _blocks(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
+    """Yield the computations of a program: names, and matches of their lines."""
+    for block in text.split("\n\n"):
+        head, _, body = block.strip().partition("\n")
+        name = re.match(r"ENTRY|%[\w.\-]+", head)
+        if name is not None:
+            yield name[0], list(filter(None, map(_LINE.match, body.split("\n"))))
+
+
+def size(type_: str) -> int:
+    """Return the bytes of an array, or of the arrays of a tuple."""
+    return sum(
+        BYTES.get(dtype, 0) * math.prod(map(int, dims.split(",") if dims else ()))
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", type_)
+    )
+
+
+def _share(lines: Sequence[re.Match[str]], parameter: int) -> float:
+    """Return the share of an operand that a computation reads."""
+    for line in lines:
+        if line["op"] == "parameter" and line["operands"] == str(parameter):
+            whole = _elements(line["type"])
+            read = _read_elements(lines, line)
+            return min(1.0, read / whole) if whole else 0.0
+    return 1.0
+
+
+def _read_elements(lines: Sequence[re.Match[str]], of: re.Match[str]) -> int:
+    total = 0
+    for line in lines:
+        if of["name"] not in re.findall(r"%[\w.\-]+", line["operands"]):
+            continue
+        if line["op"] == "slice":
+            total += _elements(line["type"])
+        elif line["op"] in _SAME_PLACES:
+            total += _read_elements(lines, line)
+        else:
+            total += _elements(of["type"])
+    return total or _elements(of["type"])
+
+
+def _elements(type_: str) -> int:
+    dims = re.search(r"\[([\d,]*)\]", type_)
+    return math.prod(map(int, dims[1].split(","))) if dims and dims[1] else 1
+
+
+class Compiler:
+    """Compiles functions for a GPU that is not here."""
+
+    def __init__(self, name: str) -> None:
+        """Describe a GPU to XLA, by its name."""
+        gpu = offline.find(name)
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology="1x1x1", target_config=described(gpu)
+        )
+        self._sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def kernels(
+        self,
+        function: Function,
+        operands: Sequence[Any],
+        implementation: Implementation = "xla",
+        **options: Any,
+    ) -> list[Kernel]:
+        """Return the kernels of a function of such operands, with XLA's options."""
+        given = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding)
+            for x in operands
+        ]
+        with plans.using(implementation=implementation):
+            traced = jax.jit(function).trace(*given)
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        return kernels(
+            lowered.compile(compiler_options={**_OPTIONS, **options}).as_text()
+        )
+
+
+def described(gpu: offline.GpuDescription) -> str:
+    """Return a GPU in the form in which XLA reads it."""
+    has: Mapping[str, Any] = json.loads(gpu.properties)
+    major, minor = divmod(gpu.sm_version, 10)
+    device = {
+        "threads_per_block_limit": has["maxThreadsPerBlock"],
+        "threads_per_warp": has["warpSize"],
+        "shared_memory_per_block": has["maxSharedMemoryPerBlock"],
+        "shared_memory_per_core": has["maxSharedMemoryPerBlockOptin"]
+        + has["reservedSharedMemoryPerBlock"],
+        "shared_memory_per_block_optin": has["maxSharedMemoryPerBlockOptin"],
+        "threads_per_core_limit": has["maxThreadsPerSM"],
+        "core_count": has["multiProcessorCount"],
+        "fpus_per_core": 128,
+        "block_dim_limit_x": has["maxGridSize"][0],
+        "block_dim_limit_y": has["maxGridSize"][1],
+        "block_dim_limit_z": has["maxGridSize"][2],
+        # Two edges of the memory clock move one bit of each wire.
+        "memory_bandwidth": has["memoryBusWidth"] * has["memClockRateKHz"] * 1000 // 4,
+        "l2_cache_size": has["l2CacheSize"],
+        "clock_rate_ghz": has["smClockRateKHz"] / 1e6,
+        "device_memory_size": has["totalGlobalMem"],
+        "registers_per_core_limit": has["maxRegistersPerSM"],
+        "registers_per_block_limit": has["regsPerBlock"],
+    }
+    limits = "\n".join(f"  {name}: {value}" for name, value in device.items())
+    return (
+        f"gpu_device_info {{\n{limits}\n  cuda_compute_capability "
+        f"{{ major: {major} minor: {minor} "
+        "feature_extension: ACCELERATED_FEATURES }\n}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 19 }\n'
+        f'runtime_version {{ major: 13 }}\ndevice_description_str: "{gpu.name}"\n'
+    )
+
+
+# --- workloads ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A function of jax_cudnn, and what a user of JAX may write in its place."""
+
+    name: str
+    ours: Function
+    plain: Sequence[Function]
+    operands: Sequence[jax.ShapeDtypeStruct]
+    has_gradients: bool = True
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """What of it is compiled."""
+        return (FORWARD, BOTH) if self.has_gradients else (FORWARD,)
+
+
+def workloads() -> list[Workload]:
+    """Return the workloads of the page, in its order."""
+    return [*_attention(), *_of_norms(), *_of_operations(), *_products()]
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _attention() -> Iterator[Workload]:
+    b, s, h, k, d = 4, 2048, 16, 4, 128
+    causal = {"is_causal": True}
+    window = {**causal, "local_window_size": (256, 0)}
+    cells: Sequence[tuple[str, int, int, Any, dict[str, Any]]] = (
+        ("attention", s, h, jnp.bfloat16, {}),
+        ("attention, causal", s, h, jnp.bfloat16, causal),
+        ("attention, causal, a window of 256", s, h, jnp.bfloat16, window),
+        ("attention, 4 heads of keys", s, k, jnp.bfloat16, causal),
+        ("attention, f32", s, h, jnp.float32, {}),
+        ("attention of one query, 4 heads of keys", 1, k, jnp.bfloat16, {}),
+    )
+    for name, queries, heads, dtype, options in cells:
+        yield _attends(
+            f"{name} ({b}, {queries}, {h}h, {d})",
+            options,
+            _array(b, queries, h, d, dtype=dtype),
+            *[_array(b, s, heads, d, dtype=dtype)] * 2,
+        )
+    yield _attends(
+        f"attention with a bias ({b}, {s}, {h}h, {d})",
+        {},
+        *[_array(b, s, h, d)] * 3,
+        _array(1, h, s, s),
+    )
+
+
+def _attends(
+    name: str, options: Mapping[str, Any], *operands: jax.ShapeDtypeStruct
+) -> Workload:
+    def ours(*arrays: jax.Array) -> Any:
+        return jax_cudnn.sdpa(*arrays, **options)
+
+    def plain(*arrays: jax.Array) -> Any:
+        return jax.nn.dot_product_attention(*arrays, implementation="xla", **options)
+
+    return Workload(name=name, ours=ours, plain=[plain], operands=operands)
+
+
+def _of_norms() -> Iterator[Workload]:
+    others = (
+        norms.Workload(kind="instance_norm", shape=(16, 64, 64, 320)),
+        norms.Workload(kind="adaptive_layer_norm", shape=(32, 1024, 1024)),
+    )
+    for work in (*norms.WORKLOADS, *others):
+        yield _of_cell(norms.cell(work))
+    yield _layer((64, 56, 56, 256))
+
+
+def _layer(shape: tuple[int, ...]) -> Workload:
+    """Return Flax's BatchNorm in training, with its new running values."""
+
+    def by(layer: Any) -> Function:
+        def run(x: jax.Array, scale: Any, bias: Any, mean: Any, var: Any) -> Any:
+            given = {
+                "params": {"scale": scale, "bias": bias},
+                "batch_stats": {"mean": mean, "var": var},
+            }
+            norm = layer(use_running_average=False, dtype=x.dtype)
+            y, state = norm.apply(given, x, mutable=["batch_stats"])
+            return y, jax.lax.stop_gradient(state)
+
+        return run
+
+    return Workload(
+        name=f"Flax's BatchNorm, running values {' x '.join(map(str, shape))}",
+        ours=by(jax_cudnn.flax.linen.BatchNorm),
+        plain=[by(linen.BatchNorm)],
+        operands=[_array(*shape), *[_array(shape[-1], dtype=jnp.float32)] * 4],
+    )
+
+
+def _of_operations() -> Iterator[Workload]:
+    for cell in operation_cells.cells(small=False):
+        # Without cuDNN, a function that `fuse` takes is what it was.
+        if cell.ours is not None and "pool" in cell.operation:
+            yield _of_cell(cell)
+
+
+def _of_cell(cell: Cell) -> Workload:
+    assert cell.ours is not None
+    arrays = [x for x in cell.operands if isinstance(x, Operand)]
+    return Workload(
+        name=cell.name,
+        ours=cell.ours(),
+        plain=[cell.rivals[XLA].function],
+        operands=[_array(*x.shape, dtype=x.dtype) for x in arrays],
+        has_gradients=cell.has_gradients,
+    )
+
+
+def _products() -> Iterator[Workload]:
+    for cell in dict.fromkeys(fusion_cells.CELLS):
+        yield Workload(
+            name=cell.name,
+            ours=cell.ours,
+            plain=list(cell.xla_forms.values()),
+            operands=[_array(*x.shape, dtype=x.dtype) for x in cell.operands],
+            has_gradients=cell.has_gradients,
+        )
+
+
+# --- the page -------------------------------------------------------------------------
+
+
+def measure(compiler: Compiler, work: Workload) -> Iterator[dict[str, Any]]:
+    """Yield what the programs of a workload move, forward and with gradients."""
+    for what in work.directions:
+        ours = _moved(compiler, work.ours, work, what)
+        plain = min(_moved(compiler, each, work, what) for each in work.plain)
+        yield {
+            "workload": work.name,
+            "what": what,
+            "bytes": ours[0],
+            "kernels": ours[1],
+            "plain_bytes": plain[0],
+            "plain_kernels": plain[1],
+            "ratio": round(ours[0] / plain[0], 3),
+        }
+
+
+def _moved(
+    compiler: Compiler, function: Function, work: Workload, what: str
+) -> tuple[int, int]:
+    """Return the bytes and the number of kernels of a function."""
+    cotangents = jax.tree.leaves(jax.eval_shape(function, *work.operands))
+    run, count = program(function, what), len(work.operands)
+    found = compiler.kernels(
+        lambda *arrays: run(arrays[:count], arrays[count:]),
+        [*work.operands, *(cotangents if what == BOTH else ())],
+    )
+    return sum(each.read + each.written for each in found), len(found)
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """Return the page."""
+    rows = data["rows"]
+    above = [row for row in rows if row["ratio"] > _MOST]
+    groups = len({row["workload"] for row in rows})
+    lines = [
+        "Where cuDNN has no plan, or is not there, jax_cudnn runs code that XLA",
+        "compiles. This page counts what that code reads and writes on a GPU, beside",
+        "the code of plain JAX: `jax.nn`, `jax.lax` and the formulas of Flax. No time",
+        "was measured here. Kernels without products take about as long as their bytes",
+        "do. Products are compiled alike on both sides.",
+        "",
+        f"Of {len(rows)} programs of {groups} workloads, {len(above)} move more than "
+        f"{_MOST:.2f} times the bytes",
+        "of plain JAX. Products with i8 weights apply the scales to f32 sums; plain",
+        "JAX may round scaled weights to bf16.",
+        "",
+        *table(
+            "workload | | >MB | >kernels | >plain JAX: MB | >kernels | >ratio",
+            map(_cells, rows),
+        ),
+    ]
+    return page(
+        data,
+        lines,
+        title="XLA's code beside plain JAX",
+        comment="The bytes that XLA's code moves.",
+        command=measured_by("xla_code"),
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    ours = f"{row['bytes'] / 1e6:,.1f}", row["kernels"]
+    plain = f"{row['plain_bytes'] / 1e6:,.1f}", row["plain_kernels"]
+    return [row["workload"], row["what"], *ours, *plain, f"{row['ratio']:.2f}"]
+
+
+def start(doc: str | None, **of_table: Any) -> tuple[str, Compiler, Table]:
+    """Return which cases are asked for, a compiler, and the table of a program."""
+    made = parser(doc)
+    made.add_argument("--only", default="", metavar="REGEX", help="by their names")
+    options = made.parse_args()
+    # JAX's check of the driver's libraries, which are not here.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    versions = {"GPU": _GPU, "JAX": jax.__version__}
+    found = Table(
+        folder=options.out, versions=versions, keeps="these versions", **of_table
+    )
+    if not options.only:
+        found.forget()
+    return options.only, Compiler(_GPU), found
+
+
+def main() -> None:
+    """Compile the workloads and write the page."""
+    every = workloads()
+    only, compiler, rows = start(
+        __doc__,
+        name="xla_code",
+        markdown=markdown,
+        keys=("workload", "what"),
+        order=[work.name for work in every],
+    )
+    for work in every:
+        if re.search(only, work.name):
+            for row in measure(compiler, work):
+                rows.add(row)
+                print(
+                    f"{row['ratio']:6.2f} {row['workload']}, {row['what']}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depthwise convolutions of few taps as sums of shifted products.
+
+XLA computes such a sum in one pass over the array, or for the gradient of the filter in
+a pass for every two taps. The convolution of XLA itself takes several times as long in
+float32, for which cuDNN has no kernel of its own (`python -m benchmarks.xla_forms`).
+
+Axes are the batch, the channels and then those of images.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph.windows import dilated
+
+# Programs with more products compile slowly, and read each number too often.
+_MOST_TAPS = 32
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Which elements of an array meet the taps of a filter.
+
+    The array is padded, with ``inner`` - 1 zeros between its elements. Tap t of output
+    o meets element o * ``strides`` + t * ``dilation``.
+    """
+
+    taps: tuple[int, ...]
+    strides: Sequence[int]
+    low: Sequence[int]
+    high: Sequence[int]
+    inner: Sequence[int]
+    dilation: Sequence[int]
+
+    def sizes(self, dims: Sequence[int]) -> list[int]:
+        """Return the sizes of images of the result."""
+        padded = [
+            dilated(size, self.inner[i]) + self.low[i] + self.high[i]
+            for i, size in enumerate(dims[2:])
+        ]
+        return [
+            (size - dilated(self.taps[i], self.dilation[i])) // self.strides[i] + 1
+            for i, size in enumerate(padded)
+        ]
+
+
+def applies(x: jax.Array, other: jax.Array, w: Sequence[int], channels: int) -> bool:
+    """Whether filters of the sizes w are one for each of the channels, of few taps.
+
+    ``channels`` are those of the images that are convolved.
+    """
+    filters, of_each, *taps = w
+    is_depthwise = of_each == 1 < channels == filters
+    has_floats = all(str(each.dtype) in _FLOATS for each in (x, other))
+    return is_depthwise and has_floats and math.prod(taps) <= _MOST_TAPS
+
+
+def convolved(
+    x: jax.Array, w: jax.Array, windows: Windows, order: Sequence[int]
+) -> jax.Array:
+    """Return the sums, of which each channel has its own; ``order`` is the result's."""
+    wide = _wide(x)
+    shape = [1] * x.ndim
+    shape[order.index(1)] = -1
+    terms = (
+        shifted.astype(wide) * w[(slice(None), 0, *tap)].astype(wide).reshape(shape)
+        for tap, shifted in _shifted(x, windows, order)
+    )
+    sums = functools.reduce(jnp.add, terms)
+    return jnp.transpose(sums, [order.index(axis) for axis in range(x.ndim)])
+
+
+def filter_gradient(x: jax.Array, grad: jax.Array, windows: Windows) -> jax.Array:
+    """Return the gradient of the filter.
+
+    XLA keeps the arrays in the order in which they are stored.
+    """
+    wide, natural = _wide(x), range(x.ndim)
+    others = tuple(axis for axis in natural if axis != 1)
+    factor = grad.astype(wide)
+    sums = [
+        jnp.sum(shifted.astype(wide) * factor, axis=others)
+        for _, shifted in _shifted(x, windows, natural)
+    ]
+    return jnp.stack(sums, axis=-1).reshape(x.shape[1], 1, *windows.taps)
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def _shifted(
+    x: jax.Array, windows: Windows, order: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+    """Yield each tap and what it meets, in an array whose axes are in the order."""
+    padding = [(0, 0, 0)] * 2
+    padding += [
+        (windows.low[i], windows.high[i], windows.inner[i] - 1)
+        for i in range(x.ndim - 2)
+    ]
+    padded = jax.lax.pad(
+        jnp.transpose(x, order),
+        jnp.zeros((), x.dtype),
+        [padding[axis] for axis in order],
+    )
+    sizes = windows.sizes(x.shape)
+    for tap in itertools.product(*map(range, windows.taps)):
+        slices = [slice(None)] * 2
+        for i, number in enumerate(tap):
+            first, step = number * windows.dilation[i], windows.strides[i]
+            slices.append(slice(first, first + (sizes[i] - 1) * step + 1, step))
+        yield tap, padded[tuple(slices[axis] for axis in order)]
