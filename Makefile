@@ -112,11 +112,8 @@ build: .venv/.installed  ## install the working tree, editable, in .venv
 
 ##@ Check
 
-.PHONY: test
-test: checks test-newest test-oldest  ## what CI checks, in less than half an hour
-
-# Makes the targets $(2), with $(1) beside them, whose output follows: most of these keep
-# one core or the network busy, and CI has two cores.
+# Makes the targets $(2), with $(1) beside them, whose output follows. Most of these
+# keep one core or the network busy, and CI has two cores.
 define beside
 @mkdir -p build
 @$(MAKE) --no-print-directory $(1) > build/beside.log 2>&1 & beside=$$!; \
@@ -124,9 +121,18 @@ $(MAKE) --no-print-directory $(2); failed=$$?; \
 wait $$beside || failed=1; cat build/beside.log; exit $$failed
 endef
 
+# One after the other: what C++ the first one compiles, the next finds in the cache.
+environments = .venv-oldest/.installed .venv-docs/.installed
+
+.PHONY: test
+test:  ## what CI checks, in less than half an hour
+	$(call beside,lint,$(environments))
+	$(call beside,types docs,test-newest)
+	@$(MAKE) --no-print-directory test-oldest
+
 .PHONY: checks
 checks:  ## lint, types and docs
-	$(call beside,lint,.venv-oldest/.installed .venv-docs/.installed)
+	$(call beside,lint,$(environments))
 	$(call beside,types,docs)
 
 .PHONY: test-all

@@ -138,7 +138,10 @@ def padding(dtype: Any = bool) -> jax.Array:
 
 
 def layers(**options: Any) -> tuple[tuple[Call, Call], Any]:
-    """Return grouped layers of nnx and linen, as functions of one set of parameters."""
+    """Return grouped layers of nnx and linen, as functions of one set of parameters.
+
+    A call is one program.
+    """
     run, params = pure(nnx_layer(**{"num_kv_heads": K, **options}))
     module = linen_layer(**{"num_kv_heads": K, **options})
 
@@ -149,4 +152,16 @@ def layers(**options: Any) -> tuple[tuple[Call, Call], Any]:
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes["params"]
     )
-    return (run, apply), randomly(params)
+    return (_compiled(run), _compiled(apply)), randomly(params)
+
+
+def _compiled(function: Call) -> Call:
+    """Return a function whose arguments by name are constants of a program."""
+    without = jax.jit(function)
+
+    def run(params: Any, x: jax.Array, **call: Any) -> jax.Array:
+        if not call:
+            return without(params, x)
+        return jax.jit(functools.partial(function, **call))(params, x)
+
+    return run

@@ -113,15 +113,15 @@ def test_nnx_layers_are_f8_dense(name: str, recipe: Any) -> None:
 
     kernel, bias = layer.kernel[...], layer.bias[...]
     with flax_promotes():
-        value, (by_layer, by_x) = nnx.value_and_grad(found, argnums=(0, 1))(layer, x)
-        other, grads = jax.value_and_grad(wanted, (0, 1, 2))(kernel, bias, x)
+        by_both = nnx.jit(nnx.value_and_grad(found, argnums=(0, 1)))
+        value, (by_layer, by_x) = by_both(layer, x)
+        other, grads = jax.jit(jax.value_and_grad(wanted, (0, 1, 2)))(kernel, bias, x)
     close((value, by_layer.kernel[...], by_layer.bias[...], by_x), (other, *grads))
     if state is None:
         assert not jax.tree.leaves(nnx.state(layer, F8State))
         return
-    _, following = f8.dense(
-        x, kernel, recipe=recipe, state=state, return_state=True, **options
-    )
+    product = functools.partial(f8.dense, recipe=recipe, return_state=True, **options)
+    _, following = jax.jit(product)(x, kernel, state=state)
     held = layer.einsum_op if name == "Einsum" else layer.dot_general
     close((held.x[...], held.w[...]), (following.x, following.w))
 
@@ -166,8 +166,9 @@ def test_projections_of_attention(recipe: Any) -> None:
     assert sum(count for count, _, _ in rows) == 3 * 4
     assert all(is_f8(row) for row in rows)
     with flax_promotes():
-        y = layer(x)
-        plain = our_nnx.MultiHeadAttention(H, W, decode=False, rngs=rngs())(x)
+        call = nnx.jit(lambda layer, x: layer(x))
+        y = call(layer, x)
+        plain = call(our_nnx.MultiHeadAttention(H, W, decode=False, rngs=rngs()), x)
     assert float(jnp.abs(y - plain).max()) < 0.1 * float(jnp.abs(plain).max())
     held = jax.tree.leaves(nnx.state(layer, F8State))
     assert len(held) == (0 if isinstance(recipe, f8.Current) else 8)
@@ -292,7 +293,7 @@ def test_scan_over_layers_is_a_loop(saves: bool) -> None:
         value, grads = nnx.jit(
             nnx.value_and_grad(lambda blocks, x: weighed(walk(x, blocks)))
         )(blocks, x)
-        wanted, each = nnx.value_and_grad(in_turn)(loop, x)
+        wanted, each = nnx.jit(nnx.value_and_grad(in_turn))(loop, x)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     expected = [states_of(block) for block in loop]
     for i, found in enumerate(states_of(blocks)):
@@ -539,19 +540,24 @@ def test_linen_layers_are_f8_dense(ours: bool) -> None:
     variables = layer.init(jax.random.key(0), x)
     state = f8.dense_state(_DELAYED)
     assert state is not None
-    for _ in range(3):
-        params = variables["params"]
 
-        def wanted(params: Any, state: Any) -> Any:
+    @jax.jit
+    def wanted(params: Any, state: Any) -> Any:
+        def loss(params: Any, state: Any) -> Any:
             y = f8.dense(x, params["kernel"], recipe=_DELAYED, state=state)
             return weighed(y + params["bias"][None])
 
-        def found(variables: Any) -> Any:
-            return weighed(layer.apply(variables, x))
+        return jax.value_and_grad(loss, (0, 1))(params, state)
 
+    @jax.jit
+    def found(variables: Any) -> Any:
+        return jax.value_and_grad(lambda v: weighed(layer.apply(v, x)))(variables)
+
+    for _ in range(3):
+        params = variables["params"]
         with flax_promotes():
-            value, grads = jax.value_and_grad(found)(variables)
-        other, (by_params, state) = jax.value_and_grad(wanted, (0, 1))(params, state)
+            value, grads = found(variables)
+        other, (by_params, state) = wanted(params, state)
         close((value, grads["params"]), (other, by_params))
         held = grads[OVERWRITE_WITH_GRADIENT]["F8DotGeneral_0"]
         close([held[f"{name}_state"] for name in state._fields], list(state))

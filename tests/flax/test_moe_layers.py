@@ -284,7 +284,7 @@ def test_nnx_notes_amaxes_in_the_forward_pass() -> None:
 def test_linen_has_the_next_state_as_a_gradient() -> None:
     """And TrainState writes it over, as that of Flax's own f8."""
     _, layer, arrays, x = _of_f8(_DELAYED)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     held = variables[OVERWRITE_WITH_GRADIENT]
     roles = ("x", "w", "grad")
     assert set(held) == {f"{n}_{role}_state" for n in _WEIGHTS for role in roles}

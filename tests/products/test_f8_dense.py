@@ -21,6 +21,7 @@ _by_recipe = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.once
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", list(ULP))
 @pytest.mark.parametrize("shape", [(24,), (3, 8), (2, 3, 4)])
@@ -34,6 +35,7 @@ def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -
         close(found, wanted, ulp=ULP[dtype])
 
 
+@pytest.mark.once
 def test_weights_keep_their_dtype() -> None:
     x, w = normal(0, 32, 16).astype("bfloat16"), normal(1, 16, 32)
     y, back = jax.vjp(f8.dense, x, w)
@@ -44,6 +46,7 @@ def test_weights_keep_their_dtype() -> None:
     close(grads[1], truth(x, w, y)[2], ulp=ULP["float32"])
 
 
+@pytest.mark.once
 def test_bias_and_activation() -> None:
     x, w, bias = normal(0, 6, 16), normal(1, 16, 8), normal(2, 8)
 
@@ -62,6 +65,7 @@ def test_bias_and_activation() -> None:
     np.testing.assert_allclose(by_rows, np.full((6, 1), 8.0))
 
 
+@pytest.mark.once
 def test_several_axes_are_summed() -> None:
     """As `jnp.tensordot` has them: a projection to heads, and back."""
     x, w = normal(0, 2, 5, 16), normal(1, 16, 3, 8)
@@ -76,6 +80,7 @@ def test_several_axes_are_summed() -> None:
     close(merged, wanted, ulp=1e-6)
 
 
+@pytest.mark.once
 def test_a_gated_mlp() -> None:
     x = normal(0, 12, 16)
     weights = normal(1, 16, 32), normal(2, 16, 32), normal(3, 32, 16)
@@ -108,6 +113,7 @@ def _step(state: Any, x: Any, w: Any, grad: Any, recipe: Any) -> tuple[Any, Any]
     return (y, *grads), following
 
 
+@pytest.mark.once
 def test_scales_come_from_former_steps() -> None:
     recipe = f8.Delayed(history=2)
     state = f8.dense_state(recipe)
@@ -130,6 +136,7 @@ def test_scales_come_from_former_steps() -> None:
             known.append(float(jnp.abs(each).max()))
 
 
+@pytest.mark.once
 def test_what_says_nothing_is_left_out_of_a_history() -> None:
     """NaN, infinities and zeros neither enter nor erase it."""
     recipe = f8.Delayed(history=3)
@@ -144,6 +151,7 @@ def test_what_says_nothing_is_left_out_of_a_history() -> None:
     assert all(each[1:-1].max() > 0 for each in scales)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
 def test_a_history_finds_any_size(size: float) -> None:
     """Within some steps, whatever the first scale was."""
@@ -155,6 +163,7 @@ def test_a_history_finds_any_size(size: float) -> None:
     close(y, truth(x, w, grad)[0], ulp=0.05)
 
 
+@pytest.mark.once
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [2, 8, 64])
 def test_states_may_be_added_and_averaged(count: int) -> None:
@@ -176,6 +185,7 @@ def test_states_may_be_added_and_averaged(count: int) -> None:
             np.testing.assert_allclose(older, largest, rtol=1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("factor", [0.75, 0.125, 2.0**-16, 2.0**-30])
 def test_states_may_be_multiplied(factor: float) -> None:
     """By loss scaling, and by means over microbatches that leave a layer out."""
@@ -192,6 +202,7 @@ def test_states_may_be_multiplied(factor: float) -> None:
     )
 
 
+@pytest.mark.once
 @pytest.mark.sampled
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, 1e10])
 @pytest.mark.parametrize("place", [0, 1, 5])
@@ -206,6 +217,7 @@ def test_a_broken_state_recovers(bad: float, place: int) -> None:
         close(y, wanted, ulp=0.05)
 
 
+@pytest.mark.once
 def test_many_states_of_large_cotangents_are_added() -> None:
     """Powers of ratios stay finite, and a history finds its scale."""
     recipe = f8.Delayed(history=4)
@@ -227,6 +239,7 @@ def test_many_states_of_large_cotangents_are_added() -> None:
     close(grad, wanted, ulp=0.02)
 
 
+@pytest.mark.once
 def test_states_one_after_another_in_a_step() -> None:
     recipe = f8.Delayed(history=4)
     x, w, grad = normal(0, 8, 16), normal(1, 16, 8), normal(2, 8, 8)
@@ -245,6 +258,7 @@ def test_states_one_after_another_in_a_step() -> None:
         assert (each >= 0).all()
 
 
+@pytest.mark.once
 def test_an_infinite_cotangent_is_seen() -> None:
     """Loss scaling looks for what is not finite in gradients."""
     x, w = normal(0, 8, 16), normal(1, 16, 8)
@@ -263,6 +277,7 @@ def test_an_infinite_cotangent_is_seen() -> None:
             assert np.isfinite(np.delete(np.asarray(w_grad), 4, 1)).all()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_bias_keeps_its_dtype(dtype: str) -> None:
     x, w = normal(0, 256, 16).astype(dtype), normal(1, 16, 8).astype(dtype)

@@ -552,7 +552,7 @@ def _losses_of_a_gpt(folder: Path, *flags: str) -> dict[tuple[int, bool], float]
 
 
 def test_a_gpt_begins_to_learn_in_f8_as_without(tmp_path: Path) -> None:
-    last = _losses_of_a_gpt(tmp_path, "--steps", "40", "--seeds", "0")
+    last = _losses_of_a_gpt(tmp_path, "--steps", "20", "--seeds", "0")
     assert last[0, False] < np.log(256) - 0.5
     assert last[0, True] == pytest.approx(last[0, False], rel=0.02)
     assert last[0, True] != last[0, False]

@@ -63,9 +63,9 @@ def truth(
     gives NaN.
     """
     operands = {"query": query, "key": key, "value": value}
-    operands = {role: np.swapaxes(x, 1, 2) for role, x in operands.items()}
+    operands = {r: np.swapaxes(np.asarray(x), 1, 2) for r, x in operands.items()}
     if sinks is not None:
-        operands["sinks"] = np.reshape(sinks, (1, -1, 1, 1))
+        operands["sinks"] = np.asarray(sinks).reshape(1, -1, 1, 1)
     (b, h, s, d), t = operands["query"].shape, operands["key"].shape[2]
     scale = max(d, 1) ** -0.5 if problem.scale is None else problem.scale
     output = np.zeros((b, s, h, operands["value"].shape[3]))

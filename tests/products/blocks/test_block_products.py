@@ -39,6 +39,7 @@ def _short(x: jax.Array) -> jax.Array:
 # --- rounding -------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @_by_recipe
 def test_blocks_are_rounded_as_the_formats_say(name: str) -> None:
     """All sizes of f32, ties, zeros, a short last block, and what is not finite."""
@@ -59,6 +60,7 @@ def test_blocks_are_rounded_as_the_formats_say(name: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=2e-7, atol=0)
 
 
+@pytest.mark.once
 def test_scales_of_mxfp8_are_the_smallest_powers_that_hold_a_block() -> None:
     """Of amaxes beside every power of two, from the smallest f32 to the largest."""
     powers = np.exp2(np.arange(-149, 128, dtype=np.float64))
@@ -73,6 +75,7 @@ def test_scales_of_mxfp8_are_the_smallest_powers_that_hold_a_block() -> None:
     assert (x[least] <= 448 * 2.0**-126).all()
 
 
+@pytest.mark.once
 def test_codes_of_nvfp4_are_those_of_ml_dtypes() -> None:
     """Of numbers, ties and their neighbours, in blocks whose scales are all 1."""
     near = np.arange(-6, 6.01, 0.125).astype(np.float32)
@@ -92,6 +95,7 @@ def test_codes_of_nvfp4_are_those_of_ml_dtypes() -> None:
 # --- layers ---------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @_by_recipe
 @pytest.mark.parametrize("dtype", list(ULP))
 def test_products_are_those_of_the_rounded(name: str, dtype: str) -> None:
@@ -110,6 +114,7 @@ def test_products_are_those_of_the_rounded(name: str, dtype: str) -> None:
         close(each, other.reshape(each.shape), ulp=max(ULP[dtype], 2.0**-18))
 
 
+@pytest.mark.once
 @_by_recipe
 def test_layers_have_biases_activations_and_axes(name: str) -> None:
     recipe = RECIPES[name]
@@ -352,6 +357,7 @@ def _drawn(graph: Graph) -> list[jax.Array]:
     return found
 
 
+@pytest.mark.once
 @_by_recipe
 @pytest.mark.parametrize("sizes", [(128, 256, 8), (17, 150, 5)])
 def test_what_cudnn_gets_means_the_same(name: str, sizes: tuple[int, ...]) -> None:
@@ -369,6 +375,7 @@ def test_what_cudnn_gets_means_the_same(name: str, sizes: tuple[int, ...]) -> No
     assert all(kernel.tensor(role).order == (0, 2, 1) for role in ("b", "scale_b"))
 
 
+@pytest.mark.once
 def test_scales_lie_in_tiles_as_nvidia_documents_them() -> None:
     """cuBLAS's guide: row i and block j of a tile at (i % 32) 16 + (i // 32) 4 + j."""
     graph = block_graph("MXFP8", 256, 128, 8)

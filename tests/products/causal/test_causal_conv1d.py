@@ -54,6 +54,7 @@ _OPTIONS = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("taps", "dtype"),
     [(1, "float32"), (4, "float32"), (4, "bfloat16"), (3, "float16"), (35, "float32")],
@@ -108,6 +109,7 @@ def test_derivatives_of_all_orders_and_modes(draw: Draw) -> None:
         np.testing.assert_allclose(one, truth[i + 1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("layout", ["NWC", "NCW"])
 def test_a_sequence_may_come_in_pieces(layout: Any, with_ids: bool, draw: Draw) -> None:
@@ -159,6 +161,7 @@ def test_the_state_has_a_gradient(draw: Draw) -> None:
         np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_bad_numbers_reach_the_steps_that_read_them(bad: float, draw: Draw) -> None:
     x, w, bias, _ = _operands(draw)
