@@ -105,11 +105,8 @@ _GRADIENTS = (
 _PACKED = "Pass mask=masks.Packed(offsets)."
 _SEGMENTS = "Pass mask=masks.Segments(ids) or masks.Packed.from_segment_ids(ids)."
 _LONGEST = "Leave it out, or pass mask=masks.Packed(offsets, max_length=...)."
-_PADDING = (
-    "Where True means padding, pass mask=~padding[:, None, None, :]. For padding on "
-    "the right, key_value_seq_lengths takes no memory."
-)
-_NO_WEIGHTS = "Attention weights are not stored, and cannot be returned."
+_PADDING = "Pass mask=~padding[:, None, None, :], if True means padding."
+_NO_WEIGHTS = "Leave it out: attention weights are not stored."
 _SOFTCAP = "Pass score_mod=score_mods.softcap(cap)."
 _STATISTICS = "Did you mean use_running_average? It is True for inference."
 _MASK_OR_BIAS = (

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 
+from benchmarks.harness.operands import count_of, drawn_sets
 from benchmarks.harness.timing import Contender, Timing, alternate, summary
 from jax_cudnn.config import Implementation
 from jax_cudnn.policy.nearest import LOSS
-from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
+from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
 _AT_ONCE = 16
@@ -58,7 +58,7 @@ def compare(
             timing: Timing | None = None
             contenders = {name: x for name, x in zip(names, pair, strict=True) if x}
             if len(contenders) == len(names):
-                sets = _drawn_sets(call)
+                sets = drawn_sets(call.types())
                 try:
                     for rounds in (5, 21):
                         times = timed(contenders, sets, rounds=rounds)
@@ -93,28 +93,9 @@ def timed(
     return {name: [us / len(sets) for us in each] for name, each in times.items()}
 
 
-def _drawn_sets(call: Call) -> list[list[jax.Array]]:
-    """Return operands in sets, so many that none is read from the cache."""
-    types = call.types()
-
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(types))
-        return [
-            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
-            for k, x in zip(keys, types, strict=True)
-        ]
-
-    return [draw(jax.random.key(i)) for i in range(_set_count(types))]
-
-
-def _set_count(types: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return set_count(sum(x.size * x.dtype.itemsize for x in types))
-
-
 def _compiled(call: Call, implementation: Implementation) -> Callable[..., Any] | None:
     types = call.types()
-    sets = [types] * _set_count(types)
+    sets = [types] * count_of(types)
     run = functools.partial(call.run, implementation)
     try:
         return compile_over_sets(run, sets)

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import torch_side
+from benchmarks.harness.checks import WrongError, relative_errors
+from benchmarks.harness.operands import Operand, as_operand, bytes_of, drawn_sets
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import choices, native, plans
@@ -50,15 +52,6 @@ _THREADS = 16
 Function = Callable[..., Any]
 Rearrange = Callable[[Sequence[Any]], list[Any]]
 _Pair = tuple[list[Any], list[Any]]
-
-
-class Operand(NamedTuple):
-    """An operand of random normal numbers."""
-
-    shape: tuple[int, ...]
-    scale: float = 1.0
-    mean: float = 0.0
-    dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +140,6 @@ class Settings:
     round_ms: float = 20.0
 
 
-class WrongError(AssertionError):
-    """A contender's results are not what XLA computes in f32."""
-
-
 class _Set(NamedTuple):
     operands: list[Any]
     cotangents: list[Any]
@@ -175,34 +164,12 @@ def _outputs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
 
 def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
     """Return sets of operands and cotangents, too large together for the cache."""
-    outputs = [Operand(x.shape, dtype=x.dtype.name) for x in _outputs(cell)]
-    random = [x for x in cell.operands if isinstance(x, Operand)]
-
-    @jax.jit
-    def draw(seed: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(
-            jax.random.key(seed, impl="rbg"), len(random) + len(outputs)
-        )
-        return [
-            (jax.random.normal(key, x.shape) * x.scale + x.mean).astype(x.dtype)
-            for key, x in zip(keys, [*random, *outputs], strict=True)
-        ]
-
-    def one(seed: int) -> _Set:
-        arrays = iter(draw(jnp.uint32(seed)))
-        operands = [
-            next(arrays) if isinstance(x, Operand) else jnp.asarray(x)
-            for x in cell.operands
-        ]
-        return _Set(operands, list(arrays))
-
-    size = sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in [*random, *outputs]
-    )
-    count = 1
+    given = [*cell.operands, *map(as_operand, _outputs(cell))]
+    size, count = bytes_of([x for x in given if isinstance(x, Operand)]), 1
     if size < 2 * _ROTATED_BYTES:
         count = min(most, max(2, math.ceil(_ROTATED_BYTES / size)))
-    return [one(i) for i in range(count)]
+    number = len(cell.operands)
+    return [_Set(x[:number], x[number:]) for x in drawn_sets(given, count)]
 
 
 # --- JAX ------------------------------------------------------------------------------
@@ -308,17 +275,6 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
 # --- correctness ----------------------------------------------------------------------
 
 
-@jax.jit
-def _relative_errors(found: Sequence[Any], want: Sequence[Any]) -> list[jax.Array]:
-    def norm(x: jax.Array) -> jax.Array:
-        return jnp.linalg.norm(x.astype(jnp.float32).ravel())
-
-    return [
-        norm(x.astype(jnp.float32) - y) / jnp.maximum(norm(y), 1e-30)
-        for x, y in zip(found, want, strict=True)
-    ]
-
-
 def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
     """Return the largest relative errors of results and of gradients, if there are."""
     found = made.results()
@@ -329,7 +285,7 @@ def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
     ):
         if not arrays:
             continue
-        each = [float(x) for x in _relative_errors(arrays, truth)]
+        each = [float(x) for x in relative_errors(arrays, truth)]
         # Written so that a NaN fails.
         if not all(error <= bound for error in each):
             told = ", ".join(f"{error:.1e}" for error in each)

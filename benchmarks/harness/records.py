@@ -35,7 +35,8 @@ class Table:
       keys: the fields that say what a row is about: new rows replace earlier ones of
         the same. Default: all fields that are no dict.
       order: values of the first keys, by which rows are sorted; others are dropped.
-        Default: the order of the file, and new ones at its end.
+        "keys": by the keys themselves. Default: the order of the file, and new ones at
+        its end.
       keeps: which rows of earlier runs stay. Where they may be of several GPUs, each
         row names its own.
       about: what the record has beside versions and rows; of "these versions", only
@@ -47,7 +48,7 @@ class Table:
     name: str
     markdown: Callable[[Data], str]
     keys: Sequence[str] = ()
-    order: Sequence[Any] = ()
+    order: Sequence[Any] | Literal["keys"] = ()
     keeps: Keeps = "any GPU"
     about: Mapping[str, Any] = field(default_factory=lambda: {})
     versions: dict[str, str] = field(default_factory=lambda: environment())
@@ -113,7 +114,7 @@ def renewed(
     rows: Sequence[Row],
     measured: Sequence[Row],
     keys: Sequence[str] = (),
-    order: Sequence[Any] = (),
+    order: Sequence[Any] | Literal["keys"] = (),
 ) -> list[Row]:
     """Return rows in which new ones replace those of the same keys, sorted."""
 
@@ -124,6 +125,8 @@ def renewed(
 
     new = {key(row) for row in measured}
     every = [*(row for row in rows if key(row) not in new), *measured]
+    if order == "keys":
+        return sorted(every, key=key)
     if not order:
         places = {x: i for i, x in enumerate(dict.fromkeys(map(key, [*rows, *every])))}
         return sorted(every, key=lambda row: places[key(row)])

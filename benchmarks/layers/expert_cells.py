@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks.harness.contest import XLA, Cell, Operand, Way
+from benchmarks.harness.contest import XLA, Cell, Way
+from benchmarks.harness.operands import Operand
 from jax_cudnn import f8, moe
 
 _BF16, _ONE_HOT = "jax_cudnn in bf16", "dense one-hot"

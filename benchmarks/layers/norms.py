@@ -29,11 +29,11 @@ from benchmarks.harness.contest import (
     TUNED,
     XLA,
     Cell,
-    Operand,
     Rearrange,
     Way,
 )
 from benchmarks.harness.contest_report import Report
+from benchmarks.harness.operands import Operand
 from benchmarks.harness.torch_side import torch
 
 _EPSILON = 1e-5

@@ -13,7 +13,8 @@ import numpy as np
 
 import jax_cudnn
 from benchmarks.harness import tokamax_side
-from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, Operand, Way
+from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, Way
+from benchmarks.harness.operands import Operand
 from benchmarks.harness.torch_side import installed, torch
 from benchmarks.layers import expert_cells
 from benchmarks.layers.norms import channels_last, channels_second

@@ -177,6 +177,7 @@ def main() -> None:
         markdown=markdown,
         keeps="this GPU",
         keys=["number"],
+        order="keys",
         about=about,
     )
     # Calls that the file leaves out, since rules changed after their times.

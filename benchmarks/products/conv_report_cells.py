@@ -22,9 +22,9 @@ from benchmarks.harness.contest import (
     UNTUNED,
     XLA,
     Cell,
-    Operand,
     Way,
 )
+from benchmarks.harness.operands import Operand
 from benchmarks.harness.torch_side import installed, torch
 
 F: Any = installed("torch.nn.functional")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.first_plans import first_plans
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.page import measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, alternate
 from jax_cudnn import native
@@ -279,8 +279,7 @@ def _beside_xla(
     rows: Sequence[Mapping[str, Any]], ways: Sequence[str]
 ) -> Iterator[str]:
     """Yield the lines of a table: cuDNN's first plan beside XLA, by kind and way."""
-    yield "| | kernels | mean | lowest | highest | over 1.05 |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    rows_of_ways: list[list[Any]] = []
     for kind in TRIPLES:
         for way in ways:
             ratios = [
@@ -289,12 +288,12 @@ def _beside_xla(
                 if row["op"].startswith(kind) and f"{way}, first" in row["us"]
             ]
             if ratios:
+                numbers = statistics.geometric_mean(ratios), min(ratios), max(ratios)
                 over = sum(ratio > LOSS for ratio in ratios)
-                yield (
-                    f"| {kind}, {way} | {len(ratios)} "
-                    f"| {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} "
-                    f"| {max(ratios):.2f} | {over} |"
-                )
+                shown = (f"{x:.2f}" for x in numbers)
+                rows_of_ways.append([f"{kind}, {way}", len(ratios), *shown, over])
+    columns = " | >kernels | >mean | >lowest | >highest | >over 1.05"
+    yield from table(columns, rows_of_ways)
 
 
 def tables_beside_xla(
@@ -312,18 +311,18 @@ def tables_beside_xla(
     yield "included. The last column is the time of the fastest of the first plans over"
     yield "XLA's."
     yield ""
-    yield from table(rows, ways, _first_plan_and_xla)
+    yield from table_of_ways(rows, ways, _first_plan_and_xla)
 
 
-def table(
+def table_of_ways(
     rows: Sequence[dict[str, Any]],
     ways: Sequence[str],
     ratio_of: Callable[[Times], tuple[float | None, float | None]],
 ) -> Iterator[str]:
     """Yield the lines of a table; its last column is the ratio of two of the times."""
     names = [f"{way}, {kind}" for way in ways for kind in ("first", "best")]
-    yield f"| | operands | XLA | {' | '.join(names)} | ratio |"
-    yield f"| --- | --- | ---: |{' ---: |' * len(names)} ---: |"
+    names = ["XLA", *names]
+    shown: list[list[str]] = []
     for row in rows:
         times = dict(row["us"])
         for way in ways:
@@ -331,10 +330,12 @@ def table(
                 # Chosen by the kernel alone, it may take longer in a program.
                 both = (times[f"{way}, {kind}"] for kind in ("first", "best"))
                 times[f"{way}, best"] = min(both)
-        cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("XLA", *names)]
+        cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
         new, old = ratio_of(times)
         ratio = "-" if old is None or new is None else f"{new / old:.2f}"
-        yield f"| {row['op']} | {row['operands']} | {' | '.join(cells)} | {ratio} |"
+        shown.append([row["op"], row["operands"], *cells, ratio])
+    heads = " | ".join(f">{name}" for name in names)
+    yield from table(f" | operands | {heads} | >ratio", shown)
 
 
 def _rewritten_and_not(times: Times) -> tuple[float | None, float | None]:
@@ -353,7 +354,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{_PLANS}, and by XLA. The work on arrays around the kernel is included. The",
         "last column is the time of the first plan, rewritten over as it is.",
         "",
-        *table(data["rows"], _WAYS, _rewritten_and_not),
+        *table_of_ways(data["rows"], _WAYS, _rewritten_and_not),
     ]
     return page(
         data,

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.call_times import timed
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.operands import count_of, drawn_sets
+from benchmarks.harness.page import measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
@@ -30,7 +31,7 @@ from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import run_graph, traced_graphs
 from jax_cudnn.native import CUBLASLT_ENGINE
 from jax_cudnn.plans import PlanOptions, autotune
-from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
+from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
 _NAME = "cublaslt"
@@ -251,12 +252,8 @@ def _fastest(case: _Case) -> dict[str, Any]:
     return {call.op: f"{call.plan}, first {call.first_ratio}" for call in found}
 
 
-def _sets(case: _Case) -> int:
-    return set_count(sum(math.prod(x.shape) * x.dtype.itemsize for x in case.operands))
-
-
 def _compiled(case: _Case, name: str) -> Callable[..., Any] | None:
-    types = [list(case.operands)] * _sets(case)
+    types = [list(case.operands)] * count_of(case.operands)
     if name not in case.programs:
         return None
     try:
@@ -267,16 +264,7 @@ def _compiled(case: _Case, name: str) -> Callable[..., Any] | None:
 
 
 def _row(case: _Case, programs: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(case.operands))
-        return [
-            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
-            for k, x in zip(keys, case.operands, strict=True)
-        ]
-
-    sets = [draw(jax.random.key(i)) for i in range(_sets(case))]
-    times = timed(programs, sets, rounds=9)
+    times = timed(programs, drawn_sets(case.operands), rounds=9)
     us = {name: round(statistics.median(each), 2) for name, each in times.items()}
     rivals = [times[name] for name in ("cudnn", "xla") if name in times]
     pairs = zip(times["auto"], *rivals, strict=True)
@@ -305,19 +293,12 @@ def markdown(data: dict[str, Any]) -> str:
         "cudnn and xla, with its range over the rounds, and over the longer of the",
         "product and of reading and writing each array once at 3.0 TB/s.",
         "",
-        f"| | {' | '.join(_NAMES)} | over the best | range | over the floor |",
-        f"| --- {'| ---: ' * 6}| --- | ---: |",
+        *table(
+            f" | {' | '.join(f'>{name}' for name in _NAMES)} | >over the best | range "
+            "| >over the floor",
+            map(_cells, data["rows"]),
+        ),
     ]
-    for row in data["rows"]:
-        times = [row["us"].get(name) for name in _NAMES]
-        shown = ["-" if us is None else f"{us:.1f}" for us in times]
-        found = row["ratios"]
-        shown += [
-            f"{found['best rival']:.2f}",
-            f"{found['low']:.2f}-{found['high']:.2f}",
-            f"{found['floor']:.2f}",
-        ]
-        lines.append(f"| {row['case']} | {' | '.join(shown)} |")
     return page(
         data,
         lines,
@@ -325,6 +306,17 @@ def markdown(data: dict[str, Any]) -> str:
         comment="Products with cuBLASLt's epilogues, and f8 products.",
         command=measured_by("cublaslt"),
     )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    times, found = map(row["us"].get, _NAMES), row["ratios"]
+    return [
+        row["case"],
+        *("-" if us is None else f"{us:.1f}" for us in times),
+        f"{found['best rival']:.2f}",
+        f"{found['low']:.2f}-{found['high']:.2f}",
+        f"{found['floor']:.2f}",
+    ]
 
 
 if __name__ == "__main__":

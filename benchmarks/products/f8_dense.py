@@ -20,10 +20,11 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.call_times import timed
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.operands import Operand, count_of, drawn_sets
+from benchmarks.harness.page import line, measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn import f8
-from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
+from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
 _NAME = "f8_dense"
@@ -122,7 +123,10 @@ def measure(found: Sequence[_Layer]) -> Iterator[dict[str, Any]]:
         ]
         compiled = dict(zip(programs, together(jobs), strict=True))
         # All in turn, each on operands of its own.
-        sets = {name: _drawn(types) for name, (_, types) in programs.items()}
+        sets = {
+            name: drawn_sets([*map(_operand, types)])
+            for name, (_, types) in programs.items()
+        }
         runs = {
             name: functools.partial(_run, compiled[name], sets[name]) for name in _NAMES
         }
@@ -144,27 +148,14 @@ def _run(program: Callable[..., Any], sets: Any, _: object) -> Any:
     return program(sets)
 
 
-def _count(types: Sequence[Any]) -> int:
-    return set_count(sum(x.size * x.dtype.itemsize for x in types))
-
-
 def _compiled(function: Callable[..., Any], types: list[Any]) -> Callable[..., Any]:
-    return compile_over_sets(function, [types] * _count(types))
+    return compile_over_sets(function, [types] * count_of(types))
 
 
-def _drawn(types: Sequence[Any]) -> list[list[jax.Array]]:
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(types))
-        # States without a history, and scales of 1.
-        return [
-            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
-            if len(x.shape) == 2
-            else jnp.full(x.shape, float(not x.shape), x.dtype)
-            for k, x in zip(keys, types, strict=True)
-        ]
-
-    return [draw(jax.random.key(i)) for i in range(_count(types))]
+def _operand(of: jax.ShapeDtypeStruct) -> Operand:
+    """Return a random matrix, a scale of 1, or a state without a history."""
+    is_random, is_scale = len(of.shape) == 2, not of.shape
+    return Operand(of.shape, float(is_random), float(is_scale), of.dtype.name)
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -176,16 +167,14 @@ def markdown(data: dict[str, Any]) -> str:
         '"current" and "delayed" are `f8.dense` with these recipes: everything that',
         "quantises bf16 is in their times. The last columns divide them by bf16.",
         "",
-        f"| | {' | '.join(_NAMES)} | current | delayed |",
-        f"| --- {'| ---: ' * 7}|",
+        *table(
+            f" | {' | '.join(f'>{name}' for name in _NAMES)} | >current | >delayed",
+            (_cells(row["layer"], row["us"]) for row in data["rows"]),
+        ),
     ]
-    total: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
-    for row in data["rows"]:
-        for name in _NAMES:
-            total[name] += row["us"][name]
-        lines.append(_line(row["layer"], row["us"]))
+    total = {name: sum(row["us"][name] for row in data["rows"]) for name in _NAMES}
     if data["rows"]:
-        lines.append(_line("all", total))
+        lines.append(line(_cells("all", total)))
         share = total["delayed"] / total["f8 products"]
         lines += [
             "",
@@ -202,10 +191,9 @@ def markdown(data: dict[str, Any]) -> str:
     )
 
 
-def _line(name: str, us: dict[str, float]) -> str:
-    shown = [f"{us[each]:.0f}" for each in _NAMES]
-    shown += [f"{us[each] / us['bf16']:.2f}" for each in ("current", "delayed")]
-    return f"| {name} | {' | '.join(shown)} |"
+def _cells(name: str, us: dict[str, float]) -> list[str]:
+    ratios = (f"{us[each] / us['bf16']:.2f}" for each in ("current", "delayed"))
+    return [name, *(f"{us[each]:.0f}" for each in _NAMES), *ratios]
 
 
 if __name__ == "__main__":

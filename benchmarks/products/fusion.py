@@ -17,7 +17,6 @@ before its results were compared with XLA's in f32.
 import argparse
 import dataclasses
 import datetime
-import functools
 import gc
 import json
 import math
@@ -34,13 +33,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import torch_side
+from benchmarks.harness.checks import check, relative_errors
+from benchmarks.harness.operands import Operand, drawn_sets
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, compare
 from benchmarks.harness.torch_side import torch
 from benchmarks.harness.versions import environment
-from benchmarks.products import fusion_report
-from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function, Operand
+from benchmarks.products.fusion_cells import CELLS, GROUPS, Cell, Function
 from benchmarks.products.fusion_report import (
     BOTH,
     FORWARD,
@@ -48,7 +48,11 @@ from benchmarks.products.fusion_report import (
     TUNED,
     UNTUNED,
     XLA,
+    made_by,
     markdown,
+    merged,
+    read,
+    tuned_choices,
 )
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
@@ -75,32 +79,14 @@ _RIVALS_BOUNDS = (3e-2, 3e-1)
 Arrays = Sequence[Any]
 
 
-class WrongError(AssertionError):
-    """A contender's results are not what XLA computes in f32."""
-
-
 # --- operands -------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _draw(seed: jax.Array, operands: tuple[Operand, ...]) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(operands))
-
-    def one(key: jax.Array, operand: Operand) -> jax.Array:
-        if jnp.issubdtype(operand.dtype, jnp.integer):
-            most = jnp.iinfo(operand.dtype).max
-            return jax.random.randint(key, operand.shape, -most, most, operand.dtype)
-        values = jax.random.normal(key, operand.shape, jnp.float32)
-        return (values * operand.deviation).astype(operand.dtype)
-
-    return [one(*pair) for pair in zip(keys, operands, strict=True)]
 
 
 def draw_sets(cell: Cell) -> list[list[jax.Array]]:
     """Return sets of random operands, each with the output's cotangent at its end."""
     count = math.ceil(_ROTATED_BYTES / cell.bytes(gradients=False))
     drawn = (*cell.operands, Operand(cell.output))
-    return [_draw(i, drawn) for i in range(min(_MOST_SETS, max(2, count)))]
+    return drawn_sets(drawn, min(_MOST_SETS, max(2, count)))
 
 
 def with_gradients(function: Function) -> Function:
@@ -380,24 +366,12 @@ def _truth(cell: Cell, what: str, arrays: Arrays) -> list[jax.Array]:
     return list(jax.jit(WRAPPERS[what](form))(*wide))
 
 
-@jax.jit
-def _relative_errors(found: Arrays, truth: Arrays) -> list[jax.Array]:
-    return [
-        jnp.linalg.norm((x.astype(jnp.float32) - y).ravel())
-        / jnp.linalg.norm(y.ravel())
-        for x, y in zip(found, truth, strict=True)
-    ]
-
-
 def _check(name: str, what: str, found: Arrays, truth: Arrays) -> list[float]:
     """Return the relative errors, of the output and of the gradients."""
-    pairs = _relative_errors(list(found), list(truth[: len(found)]))
+    pairs = relative_errors(list(found), list(truth[: len(found)]))
     errors = [float(f"{float(error):.3g}") for error in pairs]
-    first, others = _OWN_BOUNDS if name in (TUNED, UNTUNED) else _RIVALS_BOUNDS
-    bounds = [first, *[others] * (len(errors) - 1)]
-    # Written so that a NaN fails.
-    if not all(e <= bound for e, bound in zip(errors, bounds, strict=True)):
-        raise WrongError(f"{name} {what}: relative errors {errors} exceed {bounds}")
+    bounds = _OWN_BOUNDS if name in (TUNED, UNTUNED) else _RIVALS_BOUNDS
+    check(errors, *bounds, f"{name} {what}: ")
     return errors
 
 
@@ -410,7 +384,7 @@ def measured_rates(*, tiny: bool) -> tuple[float, float]:
     x = jnp.ones(elements, jnp.bfloat16)
     copy = call_over_sets(lambda x: -x, [[x], [x]])
     seconds = time_calls(copy, 2, samples=5).median_us / 1e6
-    a, b = _draw(0, (Operand((size, size)),) * 2)
+    ((a, b),) = drawn_sets([Operand((size, size))] * 2, 1)
     product = call_over_sets(jnp.matmul, [[a, b], [b, a]])
     product_seconds = time_calls(product, 2, samples=5).median_us / 1e6
     return 4 * elements / seconds, 2 * size**3 / product_seconds
@@ -418,15 +392,11 @@ def measured_rates(*, tiny: bool) -> tuple[float, float]:
 
 def selected(options: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells that the options ask for."""
-    done = {cell["cell"] for path in options.skip for cell in _read(path)["cells"]}
+    done = {cell["cell"] for path in options.skip for cell in read(path)["cells"]}
     for cell in CELLS:
         is_wanted = not options.group or cell.group in options.group
         if is_wanted and re.search(options.cells, cell.key) and cell.key not in done:
             yield cell
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -475,50 +445,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return data
 
 
-def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the cells of several runs in their usual order; later files win."""
-    runs: list[dict[str, Any]] = []
-    cells: dict[str, dict[str, Any]] = {}
-    failures: dict[str, dict[str, Any]] = {}
-    for data in map(_read, paths):
-        for cell in data["cells"]:
-            # A merged file's cells know their run already.
-            number = len(runs) + cell.get("run", 0)
-            cells[cell["cell"]] = {**cell, "run": number}
-        failures |= {failure["cell"]: failure for failure in data["failures"]}
-        runs += data["runs"]
-    order = {cell.key: i for i, cell in enumerate(CELLS)}
-    keys = sorted(cells, key=lambda key: order.get(key, len(order)))
-    return {
-        "runs": runs,
-        "cells": [cells[key] for key in keys],
-        "failures": [f for key, f in failures.items() if key not in cells],
-    }
-
-
 def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Write the report, and the tuned choices where asked for."""
     Table(folder=options.out, name="fusion", markdown=markdown).write(data)
     if options.tune_out is not None:
         options.tune_out.parent.mkdir(parents=True, exist_ok=True)
-        choices.write(options.tune_out, tuned_choices(data), _made(data))
-
-
-def tuned_choices(data: dict[str, Any]) -> dict[Key, Choice]:
-    """Return what tuning chose in all cells."""
-    names = [field.name for field in dataclasses.fields(Key)]
-    found: dict[Key, Choice] = {}
-    for cell in data["cells"]:
-        for entry in cell["tuning"]:
-            fields = dict(entry)
-            key = Key(**{name: fields.pop(name) for name in names})
-            found[key] = Choice(**fields)
-    return found
-
-
-def _made(data: dict[str, Any]) -> str:
-    origins = dict.fromkeys(fusion_report.origin(info) for info in data["runs"])
-    return "; ".join(["benchmarks.fusion", *origins])
+        choices.write(options.tune_out, tuned_choices(data), made_by(data))
 
 
 def main() -> None:

@@ -9,25 +9,18 @@ import abc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import jax_cudnn
+from benchmarks.harness.operands import Operand
 from benchmarks.harness.torch_side import torch
 
 Group = Literal["conv", "matmul", "resnet50", "convnext", "mlp"]
 Name = Literal["relu", "silu", "gelu"]
 Function = Callable[..., Any]
-
-
-class Operand(NamedTuple):
-    """A random operand: normal with a deviation, or all values of an integer dtype."""
-
-    shape: tuple[int, ...]
-    deviation: float = 1.0
-    dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +353,7 @@ class Int8Matmul(Matmul):
         return (
             Operand((self.m, self.r)),
             Operand((self.r, self.n), dtype="int8"),
-            Operand((self.n,), self.r**-0.5 / 73.3, "float32"),
+            Operand((self.n,), self.r**-0.5 / 73.3, dtype="float32"),
         )
 
     def ours(self, *operands: jax.Array) -> jax.Array:

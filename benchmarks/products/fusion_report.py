@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fusion benchmarks' report: goals met and missed, and a table for each group.
 
-It reads what fusion.py measured, and needs no GPU.
+It reads and merges what fusion.py measured, and needs no GPU.
 """
 
+import dataclasses
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.page import versions_text
-from benchmarks.products.fusion_cells import GOALS, GROUPS
+from benchmarks.harness.page import spread, table, versions_text
+from benchmarks.products.fusion_cells import CELLS, GOALS, GROUPS
+from jax_cudnn.choices import Choice, Key
 
 FORWARD, BOTH = "fwd", "fwd+bwd"
 XLA, TUNED, UNTUNED, TORCH = "XLA", "tuned", "untuned", "torch"
@@ -63,6 +67,56 @@ def rows(data: dict[str, Any]) -> list[Row]:
 def origin(info: dict[str, Any]) -> str:
     """Return where and when a run's numbers were taken."""
     return f"{versions_text(info['environment'])}, {info['date']}"
+
+
+# --- data of several runs -------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the data of a run."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the cells of several runs in their usual order; later files win."""
+    runs: list[dict[str, Any]] = []
+    cells: dict[str, dict[str, Any]] = {}
+    failures: dict[str, dict[str, Any]] = {}
+    for data in map(read, paths):
+        for cell in data["cells"]:
+            # A merged file's cells know their run already.
+            number = len(runs) + cell.get("run", 0)
+            cells[cell["cell"]] = {**cell, "run": number}
+        failures |= {failure["cell"]: failure for failure in data["failures"]}
+        runs += data["runs"]
+    order = {cell.key: i for i, cell in enumerate(CELLS)}
+    keys = sorted(cells, key=lambda key: order.get(key, len(order)))
+    return {
+        "runs": runs,
+        "cells": [cells[key] for key in keys],
+        "failures": [f for key, f in failures.items() if key not in cells],
+    }
+
+
+def tuned_choices(data: dict[str, Any]) -> dict[Key, Choice]:
+    """Return what tuning chose in all cells."""
+    names = [field.name for field in dataclasses.fields(Key)]
+    found: dict[Key, Choice] = {}
+    for cell in data["cells"]:
+        for entry in cell["tuning"]:
+            fields = dict(entry)
+            key = Key(**{name: fields.pop(name) for name in names})
+            found[key] = Choice(**fields)
+    return found
+
+
+def made_by(data: dict[str, Any]) -> str:
+    """Return what says where choices are from."""
+    origins = dict.fromkeys(origin(info) for info in data["runs"])
+    return "; ".join(["benchmarks.fusion", *origins])
+
+
+# --- the page -------------------------------------------------------------------------
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -135,24 +189,22 @@ def _goal_line(text: str, wanted: Sequence[Row], most: float) -> str:
 
 
 def _table(wanted: Sequence[Row]) -> Iterator[str]:
-    yield (
-        "| cell | XLA, µs | floor, µs | jax_cudnn tuned | untuned | torch "
-        "| ours / torch | runs on |"
-    )
-    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: | --- |"
-    for row in wanted:
-        contenders = row.result["contenders"]
-        cells = [
-            row.name,
-            f"{contenders[XLA]['median_us']:.1f}",
-            f"{row.result['floor_us']:.1f}",
-            _with_range(contenders.get(TUNED)),
-            _number(row.ratio(UNTUNED)),
-            _number(row.ratio(TORCH)),
-            _number(row.ratio(TUNED, "ratio_to_torch")),
-            _who(row.result["calls"]),
-        ]
-        yield f"| {' | '.join(cells)} |"
+    columns = "cell | >XLA, µs | >floor, µs | jax_cudnn tuned | >untuned | >torch "
+    yield from table(f"{columns} | >ours / torch | runs on", map(_cells, wanted))
+
+
+def _cells(row: Row) -> list[str]:
+    contenders = row.result["contenders"]
+    return [
+        row.name,
+        f"{contenders[XLA]['median_us']:.1f}",
+        f"{row.result['floor_us']:.1f}",
+        _with_range(contenders.get(TUNED)),
+        _number(row.ratio(UNTUNED)),
+        _number(row.ratio(TORCH)),
+        _number(row.ratio(TUNED, "ratio_to_torch")),
+        _who(row.result["calls"]),
+    ]
 
 
 def _number(value: float | None) -> str:
@@ -162,7 +214,7 @@ def _number(value: float | None) -> str:
 def _with_range(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"**{row['ratio']:.2f}** ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+    return f"**{row['ratio']:.2f}** ({spread(row)})"
 
 
 def _who(calls: Sequence[dict[str, Any]]) -> str:
@@ -215,18 +267,17 @@ def _tuning(data: dict[str, Any]) -> Iterator[str]:
         "the time of the first."
     )
     yield ""
-    yield "| graph | operands | first / best | cuDNN, µs | XLA, µs | chosen |"
-    yield "| --- | --- | ---: | ---: | ---: | --- |"
-    for entry in parts.values():
-        cells = [
-            entry["op"],
-            entry["operands"],
-            _number(entry["first_ratio"]),
-            _number(entry["cudnn_us"]),
-            _number(entry["xla_us"]),
-            entry["implementation"],
-        ]
-        yield f"| {' | '.join(cells)} |"
+    yield from table(
+        "graph | operands | >first / best | >cuDNN, µs | >XLA, µs | chosen",
+        (
+            [
+                *(entry["op"], entry["operands"], _number(entry["first_ratio"])),
+                *(_number(entry["cudnn_us"]), _number(entry["xla_us"])),
+                entry["implementation"],
+            ]
+            for entry in parts.values()
+        ),
+    )
 
 
 def _seconds(data: dict[str, Any]) -> dict[str, list[float]]:

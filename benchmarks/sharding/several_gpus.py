@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from benchmarks.harness.checks import check, relative_errors
 from benchmarks.harness.page import ranged, table, versions_text
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
@@ -44,14 +44,10 @@ _KINDS = (
     "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|"
     "collective-permute"
 )
-# Bounds of the relative error between the contenders.
+# Bounds of the relative error between the contenders, of results and of gradients.
 # Both round to bf16, and XLA may keep the sums of a bias's gradient in bf16 too. A
 # wrong result, with a term or a sum over devices too few, is off by about 1.
-_OUTPUT_BOUND, _GRADIENT_BOUND = 3e-2, 3e-1
-
-
-class WrongError(Exception):
-    """Results differ by more than rounding."""
+BOUNDS = 3e-2, 3e-1
 
 
 # --- one cell -------------------------------------------------------------------------
@@ -85,15 +81,6 @@ def cudnn_calls(text: str) -> list[str]:
 
 def _counts(names: Sequence[str]) -> dict[str, int]:
     return dict(sorted(collections.Counter(names).items()))
-
-
-@jax.jit
-def _relative_errors(found: Sequence[Any], others: Sequence[Any]) -> list[jax.Array]:
-    wide = [
-        (x.astype(jnp.float32), y.astype(jnp.float32))
-        for x, y in zip(found, others, strict=True)
-    ]
-    return [jnp.sqrt(jnp.sum((x - y) ** 2) / jnp.sum(y**2)) for x, y in wide]
 
 
 def run_cell(
@@ -132,7 +119,7 @@ def run_cell(
             "results_split": [_spec(x) for x in results[name]],
             "temporary_bytes": memory.temp_size_in_bytes,
         }
-    pairs = _relative_errors(results.pop(OURS), results.pop(PLAIN))
+    pairs = relative_errors(results.pop(OURS), results.pop(PLAIN))
     errors = [float(f"{float(error):.3g}") for error in pairs]
     builds = native.cache_stats().builds
     times = alternate(contenders, **how)
@@ -156,14 +143,6 @@ def run_cell(
             flush=True,
         )
     return [*rows.values()]
-
-
-def check(errors: Sequence[float]) -> None:
-    """Raise if the output or a gradient is wrong by more than rounding."""
-    bounds = [_OUTPUT_BOUND, *[_GRADIENT_BOUND] * (len(errors) - 1)]
-    # Written so that a NaN fails.
-    if not all(e <= bound for e, bound in zip(errors, bounds, strict=True)):
-        raise WrongError(f"relative errors {errors} exceed {bounds}")
 
 
 def _ms(row: dict[str, Any]) -> str:
@@ -277,7 +256,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     cell, what, arrays, reduce_dtype=options.reduce_dtype, **rounds
                 )
                 data["rows"] += rows
-                check(rows[0]["errors"])
+                check(rows[0]["errors"], *BOUNDS)
             except Exception as error:
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}"[:2000]

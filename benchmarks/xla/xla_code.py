@@ -24,7 +24,8 @@ from flax import linen
 from jax.experimental import topologies
 
 import jax_cudnn.flax.linen
-from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, Operand, program
+from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, program
+from benchmarks.harness.operands import Operand
 from benchmarks.harness.page import measured_by, page, table
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table

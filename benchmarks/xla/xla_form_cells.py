@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks.harness.contest import XLA, Operand
+from benchmarks.harness.contest import XLA
+from benchmarks.harness.operands import Operand
 from benchmarks.layers import norms
 
 Function = Callable[..., Any]

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.harness.call_times import batched, timed
-from benchmarks.harness.contest import BOTH, FORWARD, Function, Operand, program
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.contest import BOTH, FORWARD, Function, program
+from benchmarks.harness.operands import as_operand, count_of, drawn_sets
+from benchmarks.harness.page import measured_by, page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Timing, summary
 from benchmarks.xla.xla_form_cells import Workload, workloads
 from jax_cudnn import plans
 from jax_cudnn.policy.nearest import LOSS
-from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
+from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
 _NAME = "xla_forms"
@@ -69,33 +69,11 @@ def _types(work: Workload) -> _Set:
     return _Set(operands, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results])
 
 
-def _count(types: _Set) -> int:
-    return set_count(sum(x.size * x.dtype.itemsize for x in (*types[0], *types[1])))
-
-
 def _drawn_sets(work: Workload) -> list[_Set]:
     """Return operands in sets, so many that none is read from the cache."""
-    types = _types(work)
-    results = [Operand(x.shape, dtype=x.dtype.name) for x in types.cotangents]
-    drawn = [x for x in (*work.operands, *results) if isinstance(x, Operand)]
-
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(drawn))
-        return [
-            (jax.random.normal(k, x.shape, jnp.float32) * x.scale).astype(x.dtype)
-            for k, x in zip(keys, drawn, strict=True)
-        ]
-
-    def one(seed: int) -> _Set:
-        arrays = iter(draw(jax.random.key(seed, impl="rbg")))
-        operands = [
-            jnp.asarray(x) if isinstance(x, np.ndarray) else next(arrays)
-            for x in work.operands
-        ]
-        return _Set(operands, list(arrays))
-
-    return [one(i) for i in range(_count(types))]
+    types, number = _types(work), len(work.operands)
+    given = [*work.operands, *map(as_operand, types.cotangents)]
+    return [_Set(x[:number], x[number:]) for x in drawn_sets(given)]
 
 
 def _compiled(function: Function, what: str, types: _Set) -> _Run:
@@ -103,7 +81,7 @@ def _compiled(function: Function, what: str, types: _Set) -> _Run:
     # Traced once for all sets.
     traced = jax.jit(run)
     with plans.using(implementation="xla"):
-        return compile_over_sets(traced, [types] * _count(types))
+        return compile_over_sets(traced, [types] * count_of([*types[0], *types[1]]))
 
 
 def _forms(work: Workload) -> dict[str, Function]:
@@ -181,14 +159,8 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     if over:
         lines += ["", *(f"- {_place(row, what)}" for row, what in over)]
-    lines += [
-        "",
-        "| operation | size | µs | forward | µs | with gradients | µs | of a loss |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        cells = [_cell(row.get(what)) for what in (FORWARD, BOTH, _LOSS)]
-        lines.append(f"| {row['operation']} | {row['size']} | {' | '.join(cells)} |")
+    columns = "operation | size | >µs | >forward | >µs | >with gradients | >µs "
+    lines += ["", *table(f"{columns} | >of a loss", map(_cells, rows))]
     return page(
         data,
         lines,
@@ -198,8 +170,12 @@ def markdown(data: dict[str, Any]) -> str:
     )
 
 
-def _cell(found: Mapping[str, Any] | None) -> str:
-    return f"{found['us']:.1f} | {found['ratio']:.2f}" if found else "|"
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    found = [row["operation"], row["size"]]
+    for what in (FORWARD, BOTH, _LOSS):
+        times = row.get(what)
+        found += [f"{times['us']:.1f}", f"{times['ratio']:.2f}"] if times else ["", ""]
+    return found
 
 
 def _place(row: Mapping[str, Any], what: str) -> str:

@@ -120,7 +120,7 @@ StatusOr<std::vector<BlasAlgorithm>> FindBlasAlgorithms(
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(*LoadedCudnnRuntime()));
   Preference preference(cublaslt);
   RETURN_IF_ERROR(preference.Make(averages));
-  std::array<CublasLtFound, kMostCandidates> found{};
+  std::array<CublasLtHeuristicResult, kMostCandidates> found{};
   int count = 0;
   RETURN_IF_ERROR(CheckCublasLt(
       cublaslt,
@@ -129,7 +129,7 @@ StatusOr<std::vector<BlasAlgorithm>> FindBlasAlgorithms(
       "cublasLtMatmulAlgoGetHeuristic"));
   std::vector<BlasAlgorithm> usable;
   for (int i = 0; i < count; ++i) {
-    const CublasLtFound& each = found[static_cast<size_t>(i)];
+    const CublasLtHeuristicResult& each = found[static_cast<size_t>(i)];
     if (each.state != 0) continue;
     ASSIGN_OR_RETURN(Knobs knobs, KnobsOf(cublaslt, each.algorithm));
     const bool is_known = std::any_of(usable.begin(), usable.end(),
@@ -177,7 +177,7 @@ StatusOr<std::vector<Candidate>> BlasCandidates(
   return candidates;
 }
 
-StatusOr<CublasLtFound> ChosenBlasAlgorithm(
+StatusOr<CublasLtHeuristicResult> ChosenBlasAlgorithm(
     const std::vector<BlasAlgorithm>& algorithms, const Candidate& candidate) {
   const auto place =
       std::find_if(algorithms.begin(), algorithms.end(),
@@ -191,7 +191,7 @@ Status CheckBlasAlgorithm(const BlasDescriptions& bound,
                           const CublasLtAlgorithm& algorithm, size_t workspace_bytes) {
   const CublasLtFunctions& cublaslt = bound.cublaslt;
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(*LoadedCudnnRuntime()));
-  CublasLtFound checked{};
+  CublasLtHeuristicResult checked{};
   RETURN_IF_ERROR(CheckCublasLt(cublaslt,
                                 cublaslt.check(handle, bound.product, bound.a, bound.b,
                                                bound.c, bound.d, &algorithm, &checked),

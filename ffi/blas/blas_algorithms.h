@@ -54,7 +54,7 @@ struct BlasAverages {
 
 // An algorithm as cuBLASLt lists it; its knobs are its configuration.
 struct BlasAlgorithm {
-  CublasLtFound found;
+  CublasLtHeuristicResult found;
   Knobs knobs;
 };
 
@@ -69,7 +69,7 @@ StatusOr<std::vector<Candidate>> BlasCandidates(
     const std::vector<BlasAlgorithm>& algorithms, const PlanRequest& request);
 
 // The algorithm of a candidate; UNIMPLEMENTED where it is no longer listed.
-StatusOr<CublasLtFound> ChosenBlasAlgorithm(
+StatusOr<CublasLtHeuristicResult> ChosenBlasAlgorithm(
     const std::vector<BlasAlgorithm>& algorithms, const Candidate& candidate);
 
 // The workspace of an algorithm of before, which has to fit what its plan has;

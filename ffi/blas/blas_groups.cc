@@ -70,17 +70,17 @@ int64_t Size(const Part& part, int axis) {
   return part.tensor.dims[static_cast<size_t>(axis)];
 }
 
-// Column by column, as cuBLASLt sees it, d (rows x columns) is `first` times `second`.
-// Where our result is stored row by row, that is its transposed, and our second operand
-// comes first.
-struct Places {
+// Which of our two operands cuBLASLt multiplies first. It sees d (rows x columns)
+// column by column, as `first` times `second`. Where our result is stored row by row,
+// that is its transpose, and our second operand comes first.
+struct OperandOrder {
   size_t first;
   size_t second;
-  bool is_first_transposed;
-  bool is_second_transposed;
+  bool transpose_first;
+  bool transpose_second;
 };
 
-Places PlacesOf(const Product& product) {
+OperandOrder OrderOf(const Product& product) {
   const auto& [a, b, output] = product;
   // Of a the axes are rows and contraction, of b contraction and columns.
   if (InnerAxis(output) == 2) return {1, 0, InnerAxis(b) != 2, InnerAxis(a) != 2};
@@ -108,12 +108,12 @@ struct SizeArrays {
   std::array<const void*, 2> shared;
 };
 
-class Described : public BlasDescriptions {
+class GroupedMatmulDescriptions : public BlasDescriptions {
  public:
   using BlasDescriptions::BlasDescriptions;
 
   Status Make(const Product& product, int64_t groups, const SizeArrays& arrays) {
-    const Places places = PlacesOf(product);
+    const OperandOrder operand_order = OrderOf(product);
     const std::array<int32_t, 2> shared = SharedSizes(product);
     const auto array = [&](const Part& part, int axis) {
       if (part.rows_axis == axis) return arrays.groups;
@@ -128,8 +128,8 @@ class Described : public BlasDescriptions {
                                        array(part, OuterAxis(part)), inner),
           "cublasLtGroupedMatrixLayoutCreate");
     };
-    RETURN_IF_ERROR(make(product[places.first], false, a));
-    RETURN_IF_ERROR(make(product[places.second], false, b));
+    RETURN_IF_ERROR(make(product[operand_order.first], false, a));
+    RETURN_IF_ERROR(make(product[operand_order.second], false, b));
     RETURN_IF_ERROR(make(product[2], true, c));
     RETURN_IF_ERROR(make(product[2], true, d));
     RETURN_IF_ERROR(MakeProduct(kCublasComputeF32));
@@ -137,8 +137,9 @@ class Described : public BlasDescriptions {
       return int32_t{is_transposed ? kCublasTranspose : 0};
     };
     using Attribute = CublasLtMatmulAttribute;
-    RETURN_IF_ERROR(Set(Attribute::kTransposeA, transpose(places.is_first_transposed)));
-    return Set(Attribute::kTransposeB, transpose(places.is_second_transposed));
+    RETURN_IF_ERROR(
+        Set(Attribute::kTransposeA, transpose(operand_order.transpose_first)));
+    return Set(Attribute::kTransposeB, transpose(operand_order.transpose_second));
   }
 };
 
@@ -212,9 +213,9 @@ BlasAverages AveragesOf(const GroupLayout& layout, const Product& product) {
 StatusOr<std::vector<BlasAlgorithm>> Find(const CublasLtFunctions& cublaslt,
                                           const GroupLayout& layout,
                                           const Product& product) {
-  Described described(cublaslt);
-  RETURN_IF_ERROR(described.Make(product, layout.groups, Nowhere()));
-  return FindBlasAlgorithms(described, AveragesOf(layout, product));
+  GroupedMatmulDescriptions descriptions(cublaslt);
+  RETURN_IF_ERROR(descriptions.Make(product, layout.groups, Nowhere()));
+  return FindBlasAlgorithms(descriptions, AveragesOf(layout, product));
 }
 
 // The layout of a graph that cuBLASLt may have kernels for.
@@ -278,7 +279,7 @@ StatusOr<std::unique_ptr<const Launchable>> Make(const GraphSpec& graph,
     ASSIGN_OR_RETURN(const std::vector<BlasAlgorithm> found,
                      Find(*cublaslt, layout, product));
     if (found.empty()) return Unimplemented("cuBLASLt has no kernel for a product");
-    CublasLtFound chosen = found.front().found;
+    CublasLtHeuristicResult chosen = found.front().found;
     if (algorithms.empty()) {
       ASSIGN_OR_RETURN(chosen, ChosenBlasAlgorithm(found, candidate));
     }
@@ -306,9 +307,9 @@ StatusOr<std::unique_ptr<const Launchable>> Read(const GraphSpec& graph,
   }
   std::memcpy(algorithms.data(), bytes.data(), wanted);
   for (size_t i = 0; i < algorithms.size(); ++i) {
-    Described described(*cublaslt);
-    RETURN_IF_ERROR(described.Make(layout.products[i], layout.groups, Nowhere()));
-    RETURN_IF_ERROR(CheckBlasAlgorithm(described, algorithms[i],
+    GroupedMatmulDescriptions descriptions(*cublaslt);
+    RETURN_IF_ERROR(descriptions.Make(layout.products[i], layout.groups, Nowhere()));
+    RETURN_IF_ERROR(CheckBlasAlgorithm(descriptions, algorithms[i],
                                        static_cast<size_t>(engine_bytes)));
   }
   return std::unique_ptr<const Launchable>(new GroupedProducts(
@@ -337,12 +338,12 @@ Status GroupedProducts::Execute(CudnnHandle /*handle*/, CudaStream stream,
   const float zero = 0;
   for (size_t i = 0; i < layout_.products.size(); ++i) {
     const Product& product = layout_.products[i];
-    const Places places = PlacesOf(product);
+    const OperandOrder operand_order = OrderOf(product);
     GroupPointers pointers;
     pointers.starts = starts;
     pointers.groups = static_cast<int32_t>(groups);
     pointers.sizes = SharedSizes(product);
-    const std::array<size_t, 3> order = {places.first, places.second, 2};
+    const std::array<size_t, 3> order = {operand_order.first, operand_order.second, 2};
     for (size_t matrix = 0; matrix < order.size(); ++matrix) {
       const Part& part = product[order[matrix]];
       const PointerSource& source = part.memory;
@@ -351,16 +352,17 @@ Status GroupedProducts::Execute(CudnnHandle /*handle*/, CudaStream stream,
       (part.rows_axis < 0 ? place.group_bytes : place.row_bytes) = part.step_bytes;
     }
     RETURN_IF_ERROR(WriteGroupPointers(runtime, stream, pointers, written));
-    Described described(*cublaslt);
-    RETURN_IF_ERROR(described.Make(product, groups, arrays));
+    GroupedMatmulDescriptions descriptions(*cublaslt);
+    RETURN_IF_ERROR(descriptions.Make(product, groups, arrays));
     const auto at = [&](int64_t matrix) {
       return written + matrix * groups * static_cast<int64_t>(sizeof(void*));
     };
     RETURN_IF_ERROR(CheckCublasLt(
         *cublaslt,
-        cublaslt->matmul(handle, described.product, &one, at(0), described.a, at(1),
-                         described.b, &zero, at(2), described.c, at(2), described.d,
-                         &algorithms_[i], workspace, engine_bytes_, stream),
+        cublaslt->matmul(handle, descriptions.product, &one, at(0), descriptions.a,
+                         at(1), descriptions.b, &zero, at(2), descriptions.c, at(2),
+                         descriptions.d, &algorithms_[i], workspace, engine_bytes_,
+                         stream),
         "cublasLtMatmul"));
     const Part& output = product[2];
     if (output.rows_axis < 0) continue;

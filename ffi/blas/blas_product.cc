@@ -37,7 +37,7 @@ struct Pointers {
 };
 
 // cuBLASLt's descriptions of a problem.
-class Bound : public BlasDescriptions {
+class MatmulDescriptions : public BlasDescriptions {
  public:
   using BlasDescriptions::BlasDescriptions;
 
@@ -101,9 +101,9 @@ class Bound : public BlasDescriptions {
 
 // --- the product --------------------------------------------------------------------
 
-class OneProduct : public Launchable {
+class BlasMatmul : public Launchable {
  public:
-  OneProduct(BlasProblem problem, CublasLtAlgorithm algorithm, size_t workspace_bytes)
+  BlasMatmul(BlasProblem problem, CublasLtAlgorithm algorithm, size_t workspace_bytes)
       : problem_(std::move(problem)),
         algorithm_(algorithm),
         workspace_bytes_(workspace_bytes) {}
@@ -123,9 +123,9 @@ bool Covers(const GraphSpec& graph) { return ReadBlasProblem(graph).has_value();
 StatusOr<std::vector<BlasAlgorithm>> Find(const BlasProblem& problem) {
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt,
                    LoadCublasLt(*LoadedCudnnRuntime()));
-  Bound bound(*cublaslt);
-  RETURN_IF_ERROR(bound.MakeUnbound(problem));
-  return FindBlasAlgorithms(bound, std::nullopt);
+  MatmulDescriptions descriptions(*cublaslt);
+  RETURN_IF_ERROR(descriptions.MakeUnbound(problem));
+  return FindBlasAlgorithms(descriptions, std::nullopt);
 }
 
 StatusOr<std::vector<Candidate>> List(const GraphSpec& graph,
@@ -143,10 +143,11 @@ StatusOr<std::unique_ptr<const Launchable>> Make(const GraphSpec& graph,
                                                  Candidate& candidate) {
   auto problem = ReadBlasProblem(graph);
   ASSIGN_OR_RETURN(const std::vector<BlasAlgorithm> found, Find(*problem));
-  ASSIGN_OR_RETURN(const CublasLtFound chosen, ChosenBlasAlgorithm(found, candidate));
+  ASSIGN_OR_RETURN(const CublasLtHeuristicResult chosen,
+                   ChosenBlasAlgorithm(found, candidate));
   candidate.workspace_bytes = static_cast<int64_t>(chosen.workspace_bytes);
   return std::unique_ptr<const Launchable>(
-      new OneProduct(std::move(*problem), chosen.algorithm, chosen.workspace_bytes));
+      new BlasMatmul(std::move(*problem), chosen.algorithm, chosen.workspace_bytes));
 }
 
 StatusOr<std::unique_ptr<const Launchable>> Read(const GraphSpec& graph,
@@ -161,19 +162,19 @@ StatusOr<std::unique_ptr<const Launchable>> Read(const GraphSpec& graph,
   std::memcpy(&algorithm, bytes.data(), sizeof(algorithm));
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt,
                    LoadCublasLt(*LoadedCudnnRuntime()));
-  Bound bound(*cublaslt);
-  RETURN_IF_ERROR(bound.MakeUnbound(*problem));
+  MatmulDescriptions descriptions(*cublaslt);
+  RETURN_IF_ERROR(descriptions.MakeUnbound(*problem));
   const auto workspace_bytes = static_cast<size_t>(candidate.workspace_bytes);
-  RETURN_IF_ERROR(CheckBlasAlgorithm(bound, algorithm, workspace_bytes));
+  RETURN_IF_ERROR(CheckBlasAlgorithm(descriptions, algorithm, workspace_bytes));
   return std::unique_ptr<const Launchable>(
-      new OneProduct(std::move(*problem), algorithm, workspace_bytes));
+      new BlasMatmul(std::move(*problem), algorithm, workspace_bytes));
 }
 
-StatusOr<std::string> OneProduct::Serialize() const {
+StatusOr<std::string> BlasMatmul::Serialize() const {
   return std::string(reinterpret_cast<const char*>(&algorithm_), sizeof(algorithm_));
 }
 
-Status OneProduct::Execute(CudnnHandle /*handle*/, CudaStream stream,
+Status BlasMatmul::Execute(CudnnHandle /*handle*/, CudaStream stream,
                            void* const* operands, void* const* results,
                            void* workspace) const {
   const auto at = [&](const BlasProblem::Memory& memory) {
@@ -194,15 +195,16 @@ Status OneProduct::Execute(CudnnHandle /*handle*/, CudaStream stream,
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadCublasLt(runtime));
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(runtime));
-  Bound bound(*cublaslt);
-  RETURN_IF_ERROR(bound.Make(problem_, pointers));
+  MatmulDescriptions descriptions(*cublaslt);
+  RETURN_IF_ERROR(descriptions.Make(problem_, pointers));
   const float one = 1;
   const float beta = problem_.c ? 1 : 0;
   return CheckCublasLt(
       *cublaslt,
-      cublaslt->matmul(handle, bound.product, &one, pointers.a, bound.a, pointers.b,
-                       bound.b, &beta, pointers.c, bound.c, pointers.d, bound.d,
-                       &algorithm_, workspace, workspace_bytes_, stream),
+      cublaslt->matmul(handle, descriptions.product, &one, pointers.a, descriptions.a,
+                       pointers.b, descriptions.b, &beta, pointers.c, descriptions.c,
+                       pointers.d, descriptions.d, &algorithm_, workspace,
+                       workspace_bytes_, stream),
       "cublasLtMatmul");
 }
 

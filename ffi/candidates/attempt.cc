@@ -81,7 +81,7 @@ StatusOr<Attempt> Attempt::Make(const GraphSpec& spec, const PlanRequest& reques
   attempt.variant_ = variant;
   ASSIGN_OR_RETURN(attempt.graph_, BuildFrontendGraph(spec, style));
   RETURN_IF_ERROR(attempt.QueryCandidates(target));
-  RETURN_IF_ERROR(attempt.FindPlaces());
+  RETURN_IF_ERROR(attempt.ListIndices());
   return attempt;
 }
 
@@ -113,23 +113,23 @@ std::string Attempt::PinText(const Candidate& candidate, int64_t index) const {
   return WritePlanRequest(request);
 }
 
-Status Attempt::FindPlaces() {
+Status Attempt::ListIndices() {
   const std::optional<PlanPin>& pin = request_.pin;
-  const bool is_by_place = pin.has_value() && !pin->knobs.has_value();
+  const bool is_by_index = pin.has_value() && !pin->knobs.has_value();
   std::unordered_map<int64_t, int64_t> listed;  // of each engine
-  for (int64_t place = 0; place < graph_->get_execution_plan_count(); ++place) {
+  for (int64_t index = 0; index < graph_->get_execution_plan_count(); ++index) {
     int64_t engine = 0;
     std::unordered_map<Knob, int64_t> knobs;
     // What has no engine to ask for is described when it comes to it.
-    if (graph_->get_engine_and_knobs_at_index(place, engine, knobs).is_bad()) {
+    if (graph_->get_engine_and_knobs_at_index(index, engine, knobs).is_bad()) {
       engine = kNoEngine;
     }
     nth_of_engine_.push_back(listed[engine]++);
     const bool is_asked_for =
-        !is_by_place || (engine == pin->engine && nth_of_engine_.back() == pin->nth);
-    if (is_asked_for) places_.push_back(place);
+        !is_by_index || (engine == pin->engine && nth_of_engine_.back() == pin->nth);
+    if (is_asked_for) indices_.push_back(index);
   }
-  if (!pin.has_value() || !places_.empty()) return {};
+  if (!pin.has_value() || !indices_.empty()) return {};
   return Unimplemented("engine " + std::to_string(pin->engine) + " has " +
                        std::to_string(listed[pin->engine]) + " candidates, and nth, " +
                        "which counts from 0, is " + std::to_string(pin->nth));

@@ -24,11 +24,11 @@ class Attempt {
   static StatusOr<Attempt> Make(const GraphSpec& spec, const PlanRequest& request,
                                 const PlanTarget& target, int variant);
 
-  // The places of the candidates that the request leaves, in cuDNN's order: of those
-  // that are listed, a pin by its place leaves one.
-  const std::vector<int64_t>& places() const { return places_; }
+  // The indices of the candidates that the request leaves, in cuDNN's order: of those
+  // that are listed, a pin by its index leaves one.
+  const std::vector<int64_t>& indices() const { return indices_; }
 
-  // A candidate by its place, and why it is not allowed, by the request or for a fault,
+  // A candidate by its index, and why it is not allowed, by the request or for a fault,
   // as far as that can be known before it is built.
   StatusOr<Candidate> Describe(int64_t index) const;
 
@@ -50,13 +50,13 @@ class Attempt {
   // The text that asks for a candidate again, or nothing where there is none.
   std::string PinText(const Candidate& candidate, int64_t index) const;
 
-  Status FindPlaces();
+  Status ListIndices();
 
   const GraphSpec* spec_;
   std::shared_ptr<FrontendGraph> graph_;
   PlanRequest request_;
   int variant_ = 0;
-  std::vector<int64_t> places_;
+  std::vector<int64_t> indices_;
   // How many of the same engine are listed before each.
   std::vector<int64_t> nth_of_engine_;
 };

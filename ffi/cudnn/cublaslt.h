@@ -26,7 +26,7 @@ struct CublasLtAlgorithm {
 };
 
 // cublasLtMatmulHeuristicResult_t.
-struct CublasLtFound {
+struct CublasLtHeuristicResult {
   CublasLtAlgorithm algorithm;
   size_t workspace_bytes;
   int state;
@@ -124,10 +124,10 @@ struct CublasLtFunctions {
   int (*preference_set)(CublasLtPreference, int, const void*, size_t) = nullptr;
   int (*find)(CublasLtHandle, CublasLtDescription, CublasLtLayout a, CublasLtLayout b,
               CublasLtLayout c, CublasLtLayout d, CublasLtPreference, int wanted,
-              CublasLtFound*, int* found) = nullptr;
+              CublasLtHeuristicResult*, int* found) = nullptr;
   int (*check)(CublasLtHandle, CublasLtDescription, CublasLtLayout a, CublasLtLayout b,
                CublasLtLayout c, CublasLtLayout d, const CublasLtAlgorithm*,
-               CublasLtFound*) = nullptr;
+               CublasLtHeuristicResult*) = nullptr;
   int (*algorithm_get)(const CublasLtAlgorithm*, int, void*, size_t,
                        size_t* written) = nullptr;
   int (*matmul)(CublasLtHandle, CublasLtDescription, const void* alpha, const void* a,

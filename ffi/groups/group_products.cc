@@ -45,7 +45,7 @@ StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
       if (attempt.status().code() == StatusCode::kUnimplemented) continue;
       return attempt.status();
     }
-    for (const int64_t i : attempt->places()) {
+    for (const int64_t i : attempt->indices()) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
       if (!candidate.refusal.empty()) continue;
       if (!GroupProducts::RefusalOf(candidate).empty()) continue;

@@ -84,36 +84,37 @@ const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request,
   return nullptr;
 }
 
-// The places of an attempt's candidates in the order in which they are tried: cuDNN's
+// The indices of an attempt's candidates in the order in which they are tried: cuDNN's
 // own, after those that the request prefers.
-std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& request) {
-  std::vector<int64_t> places = attempt.places();
-  if (request.preferences.empty()) return places;
+std::vector<int64_t> IndicesInOrder(const Attempt& attempt,
+                                    const PlanRequest& request) {
+  std::vector<int64_t> indices = attempt.indices();
+  if (request.preferences.empty()) return indices;
   const std::vector<WantedPlan>* wanted = nullptr;
   std::vector<int64_t> found;  // for each wanted one; -1 where it is not listed
-  for (const int64_t place : places) {
-    const auto candidate = attempt.Describe(place);
+  for (const int64_t index : indices) {
+    const auto candidate = attempt.Describe(index);
     // Why is said where it is tried.
     if (!candidate.ok() || !candidate->refusal.empty()) continue;
     if (wanted == nullptr) {
       wanted = WantedBefore(request, candidate->engine);
-      if (wanted == nullptr) return places;
+      if (wanted == nullptr) return indices;
       found.assign(wanted->size(), -1);
     }
     for (size_t i = 0; i < found.size(); ++i) {
       const auto& [engine, knobs] = (*wanted)[i];
       if (found[i] >= 0 || engine != candidate->engine) continue;
-      if (!knobs.has_value() || *knobs == candidate->knobs) found[i] = place;
+      if (!knobs.has_value() || *knobs == candidate->knobs) found[i] = index;
     }
   }
-  auto next = places.begin();
-  for (const int64_t place : found) {
-    const auto old = std::find(next, places.end(), place);
-    if (old == places.end()) continue;  // not listed, or wanted twice
+  auto next = indices.begin();
+  for (const int64_t index : found) {
+    const auto old = std::find(next, indices.end(), index);
+    if (old == indices.end()) continue;  // not listed, or wanted twice
     std::rotate(next, old, old + 1);
     ++next;
   }
-  return places;
+  return indices;
 }
 
 // A candidate's maker.
@@ -306,7 +307,7 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
       reasons.Add(attempt.status().message());
       continue;
     }
-    for (const int64_t i : PlacesInOrder(*attempt, parsed)) {
+    for (const int64_t i : IndicesInOrder(*attempt, parsed)) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
       if (is_of_groups && candidate.refusal.empty()) {
         candidate.refusal = GroupProducts::RefusalOf(candidate);

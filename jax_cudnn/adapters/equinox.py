@@ -20,7 +20,6 @@ from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.ops.attention.sdpa import sdpa
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import in_front
@@ -326,7 +325,10 @@ def to_cudnn(model: Any, *, implementation: Implementation = "auto") -> Any:
 
 def _fits(mask: ArrayLike, sizes: tuple[int, ...]) -> bool:
     """Whether a mask broadcasts to (heads, queries, keys)."""
-    return broadcasts_to(in_front(jnp.shape(mask), 4), (1, *sizes))
+    shape, full = in_front(jnp.shape(mask), 4), (1, *sizes)
+    return len(shape) == 4 and all(
+        dim in (1, size) for dim, size in zip(shape, full, strict=True)
+    )
 
 
 def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:

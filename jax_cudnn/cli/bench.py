@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
         (part, traced.options)
         for traced in traced_graphs(function, *operands)
         for part in traced.parts
-        if _has_contraction(part)
+        if _has_anchor(part)
     ]
     if not found:
         raise ValueError(
@@ -158,5 +158,5 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _has_contraction(part: Graph) -> bool:
+def _has_anchor(part: Graph) -> bool:
     return any(map(is_anchor, part.nodes))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_cudnn.reference.dtypes import DTYPES, jax_dtype
 
 # What a command does with it: a function of arrays, and the types of these.
-Call = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
+WrittenCall = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 
 # Dtypes as people write them, and their names in graphs.
 _LONG_DTYPES = {
@@ -68,7 +68,7 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def call_of(arguments: argparse.Namespace) -> Call:
+def call_of(arguments: argparse.Namespace) -> WrittenCall:
     """Return the function and the arrays that were asked for, or their gradient."""
     function = arguments.function
     listed = [value for name, value in arguments.args if not name]

@@ -17,7 +17,6 @@ from flax.core import FrozenDict
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
-from jax_cudnn.lowering import is_on_host
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.masks import Causal, Mask, sorted_arguments
 from jax_cudnn.ops.attention.visibility.predicates import Overrun, Tokens
@@ -25,6 +24,7 @@ from jax_cudnn.ops.common.arguments import (
     check_integers,
     clipped,
     describe,
+    known_values,
     options,
 )
 
@@ -296,15 +296,19 @@ def as_bools(mask: jax.Array) -> jax.Array:
     """
     if mask.dtype == jnp.bool_:
         return mask
-    if is_on_host(mask):
-        numbers = np.asarray(mask)
-        if numbers.size and numbers.min() < 0 and numbers.max() <= 0:
-            raise ValueError(
-                f"attention_fn: mask is {describe(mask)} with numbers from "
-                f"{numbers.min()} to {numbers.max()}. In Flax, 0 masks a key, and any "
-                "other number does not. This looks like a mask that is added to the "
-                "scores, with 0 for visible keys. Pass mask == 0."
-            )
+    numbers = known_values(mask)
+    if (
+        numbers is not None
+        and numbers.size
+        and numbers.min() < 0
+        and numbers.max() <= 0
+    ):
+        raise ValueError(
+            f"attention_fn: mask is {describe(mask)} with numbers from "
+            f"{numbers.min()} to {numbers.max()}. In Flax, 0 masks a key, and any "
+            "other number does not. This looks like a mask that is added to the "
+            "scores, with 0 for visible keys. Pass mask == 0."
+        )
     # Strict promotion compares no bool with 0.
     return mask != 0
 

@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.norms import (
     Axes,
+    LayerOperation,
     Result,
-    Rule,
     as_tuple,
     begin,
     by_flax,
@@ -60,7 +60,7 @@ class _Norm(linen.Module):
     It precedes linen's class, whose attributes come first nevertheless.
     """
 
-    _rule: ClassVar[Rule]
+    _operation: ClassVar[LayerOperation]
     activation: Activation | None = None
     implementation: Implementation = "auto"
 
@@ -85,7 +85,7 @@ class _Norm(linen.Module):
             mask, an `axis_name`, axes that the layer leaves to Flax, sums in 16 bits.
         """
         operands = functools.partial(_operands, self)
-        return self._rule.run(self, x, residual, mask, operands)
+        return self._operation.run(self, x, residual, mask, operands)
 
 
 class LayerNorm(_Norm, linen.LayerNorm):
@@ -114,7 +114,9 @@ class LayerNorm(_Norm, linen.LayerNorm):
       (5, 3, 8)
     """
 
-    _rule = Rule(flax_class=linen.LayerNorm, operation=layer_norm, arguments=of_rows)
+    _operation = LayerOperation(
+        flax_class=linen.LayerNorm, operation=layer_norm, arguments=of_rows
+    )
 
 
 class RMSNorm(_Norm, linen.RMSNorm):
@@ -130,7 +132,9 @@ class RMSNorm(_Norm, linen.RMSNorm):
       (5, 3, 8)
     """
 
-    _rule = Rule(flax_class=linen.RMSNorm, operation=rms_norm, arguments=of_rows)
+    _operation = LayerOperation(
+        flax_class=linen.RMSNorm, operation=rms_norm, arguments=of_rows
+    )
 
 
 def _of_groups(
@@ -166,7 +170,9 @@ class GroupNorm(_Norm, linen.GroupNorm):
       (2, 5, 5, 8)
     """
 
-    _rule = Rule(flax_class=linen.GroupNorm, operation=group_norm, arguments=_of_groups)
+    _operation = LayerOperation(
+        flax_class=linen.GroupNorm, operation=group_norm, arguments=_of_groups
+    )
 
 
 class InstanceNorm(_Norm, linen.InstanceNorm):
@@ -184,7 +190,7 @@ class InstanceNorm(_Norm, linen.InstanceNorm):
       (2, 5, 5, 8)
     """
 
-    _rule = Rule(
+    _operation = LayerOperation(
         flax_class=linen.InstanceNorm, operation=instance_norm, arguments=of_channels
     )
 

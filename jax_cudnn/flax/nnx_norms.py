@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.flax.norms import (
+    LayerOperation,
     Result,
-    Rule,
     as_tuple,
     begin,
     by_flax,
@@ -75,7 +75,7 @@ class _Norm(nnx.Module):
 class _RowNorm(_Norm):
     """What all but BatchNorm have in common."""
 
-    _rule: ClassVar[Rule]
+    _operation: ClassVar[LayerOperation]
 
     def __call__(
         self,
@@ -96,7 +96,9 @@ class _RowNorm(_Norm):
           UnsupportedError: `implementation="cudnn"` with what only Flax computes: a
             mask, an `axis_name`, axes that the layer leaves to Flax.
         """
-        return self._rule.run(self, x, residual, mask, lambda x, _: self._operands(x))
+        return self._operation.run(
+            self, x, residual, mask, lambda x, _: self._operands(x)
+        )
 
 
 class LayerNorm(_RowNorm, nnx.LayerNorm):
@@ -130,7 +132,9 @@ class LayerNorm(_RowNorm, nnx.LayerNorm):
       (5, 3, 8)
     """
 
-    _rule = Rule(flax_class=nnx.LayerNorm, operation=layer_norm, arguments=of_rows)
+    _operation = LayerOperation(
+        flax_class=nnx.LayerNorm, operation=layer_norm, arguments=of_rows
+    )
 
 
 class RMSNorm(_RowNorm, nnx.RMSNorm):
@@ -146,7 +150,9 @@ class RMSNorm(_RowNorm, nnx.RMSNorm):
       (5, 3, 8)
     """
 
-    _rule = Rule(flax_class=nnx.RMSNorm, operation=rms_norm, arguments=of_rows)
+    _operation = LayerOperation(
+        flax_class=nnx.RMSNorm, operation=rms_norm, arguments=of_rows
+    )
 
 
 class GroupNorm(_RowNorm, nnx.GroupNorm):
@@ -164,7 +170,9 @@ class GroupNorm(_RowNorm, nnx.GroupNorm):
       (2, 5, 5, 8)
     """
 
-    _rule = Rule(flax_class=nnx.GroupNorm, operation=group_norm, arguments=of_groups)
+    _operation = LayerOperation(
+        flax_class=nnx.GroupNorm, operation=group_norm, arguments=of_groups
+    )
 
 
 class InstanceNorm(_RowNorm, nnx.InstanceNorm):
@@ -181,7 +189,7 @@ class InstanceNorm(_RowNorm, nnx.InstanceNorm):
       (2, 5, 5, 8)
     """
 
-    _rule = Rule(
+    _operation = LayerOperation(
         flax_class=nnx.InstanceNorm, operation=instance_norm, arguments=of_channels
     )
 

@@ -52,7 +52,7 @@ Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class LayerOperation:
     """Which operation a layer runs, and with which arguments.
 
     ``arguments`` gets the layer, x, and the reasons why Flax must compute the norm, to

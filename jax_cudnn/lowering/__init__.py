@@ -12,6 +12,7 @@ from jax_cudnn.lowering._jax import (
     is_array_aval,
     is_known_array,
     is_on_host,
+    min_dim,
     weakly_typed,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
@@ -96,6 +97,7 @@ __all__ = [
     "kept_copy",
     "kernels_of",
     "linear_call",
+    "min_dim",
     "partial_axes",
     "product_result",
     "run_by_hand",

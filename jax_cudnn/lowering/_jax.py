@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray, Tracer, min_dim
 from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]  0.12 has one class for both
@@ -56,6 +56,7 @@ __all__ = [
     "is_zero",
     "lower_function",
     "max_over_groups",
+    "min_dim",
     "output_aval",
     "packed",
     "partitioned_region",

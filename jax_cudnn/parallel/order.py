@@ -17,7 +17,7 @@ from jax_cudnn.lowering.sharding.array_types import (
     is_explicitly_sharded,
     typed_as,
 )
-from jax_cudnn.ops.common.arguments import as_operand, describe
+from jax_cudnn.ops.common.arguments import as_operand, check_int, describe
 from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.parallel.axes import axis_size
 from jax_cudnn.parallel.schedule import Order
@@ -52,6 +52,7 @@ def to_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
 
     Raises:
       ValueError: an axis that `x` lacks, or whose size is not a multiple of 2 * count.
+      TypeError: an `axis` that is no int.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,6 +111,7 @@ def to_striped(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
 
     Raises:
       ValueError: an axis that `x` lacks, or whose size is not a multiple of count.
+      TypeError: an `axis` that is no int.
 
     Example:
       >>> import jax.numpy as jnp
@@ -176,6 +178,7 @@ def _checked(
         raise ValueError(
             f"{op}: count={count!r} is no number of devices. Pass an int, at least 1."
         )
+    axis = check_int(op, "axis", axis)
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"{op}: x is {describe(array)}, which has no axis {axis}.")
     if array.shape[axis] % (chunks * count):

@@ -27,6 +27,7 @@ from jax_cudnn.ops.common.arguments import as_operand, describe, in_front
 from jax_cudnn.ops.common.meshes import (
     AxisName,
     check_axes,
+    check_name,
     device_count,
     mesh_of,
     typed_part,
@@ -141,7 +142,8 @@ def sharded_sdpa(
     Raises:
       ValueError: no mesh; an axis that the mesh lacks, or that is named twice; sizes
         that are not multiples of their axes; and as :func:`jax_cudnn.parallel.sdpa`.
-      TypeError: as :func:`jax_cudnn.parallel.sdpa`.
+      TypeError: what is no mesh or no name of an axis; and as
+        :func:`jax_cudnn.parallel.sdpa`.
       UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block.
       LibraryError: as :func:`jax_cudnn.sdpa`.
 
@@ -248,6 +250,7 @@ class _Axes:
 
     def check_names(self) -> None:
         """Raise unless each name is an axis of the mesh, and none is used twice."""
+        check_name(_OP, "axis", self.sequence)
         check_axes(
             _OP,
             self.mesh,

@@ -431,7 +431,7 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
         (
             lambda: sdpa(*_operands(), mask="causal"),
             TypeError,
-            "sdpa: mask is 'causal', a name. It must be an array of bools or one of "
+            "sdpa: mask is 'causal' (str). It must be an array of bools or one of "
             "jax_cudnn.masks. Pass for example is_causal=True or mask=masks.Causal().",
         ),
         (

@@ -235,6 +235,19 @@ def test_groups_of_one_example_without_a_batch_axis() -> None:
     _assert_close(ours.apply(variables, x), theirs.apply(variables, x))
 
 
+@pytest.mark.parametrize("axes", [(), (1, 3)])
+def test_instance_norms_without_one_axis_of_channels_are_flaxs(
+    axes: tuple[int, ...],
+) -> None:
+    x = _x()
+    theirs = flax.linen.InstanceNorm(feature_axes=axes)
+    ours = own_linen.InstanceNorm(feature_axes=axes)
+    variables = theirs.init(jax.random.key(0), x)
+    _assert_close(ours.apply(variables, x), theirs.apply(variables, x))
+    with pytest.raises(jax_cudnn.UnsupportedError, match="feature_axes="):
+        ours.clone(implementation="cudnn").apply(variables, x)
+
+
 def test_unknown_implementations_are_refused() -> None:
     with pytest.raises(ValueError, match="implementation"):
         own_nnx.RMSNorm(6, implementation="tpu", rngs=nnx.Rngs(0))

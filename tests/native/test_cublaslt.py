@@ -331,7 +331,7 @@ _NAMES = {
         }.items()
     },
     "sizeof(CublasLtAlgorithm)": "sizeof(cublasLtMatmulAlgo_t)",
-    "sizeof(CublasLtFound)": "sizeof(cublasLtMatmulHeuristicResult_t)",
+    "sizeof(CublasLtHeuristicResult)": "sizeof(cublasLtMatmulHeuristicResult_t)",
 }
 
 

@@ -266,3 +266,24 @@ def test_wrong_whole_arrays_are_refused(
     message = f"^parallel.sharded_sdpa: {re.escape(message)}"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(function, *shapes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis": None}, "axis=None is not the name of a mesh axis, nor a tuple of"),
+        ({"axis": 2}, "axis=2 is not the name of a mesh axis, nor a tuple of names."),
+        ({"head_axis": 2}, "head_axis=2 is not the name of a mesh axis, nor a tuple"),
+        ({"mesh": (4, 2)}, "mesh is tuple. It must be a jax.sharding.Mesh, as"),
+    ],
+)
+def test_what_is_no_mesh_or_axis_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    function = functools.partial(
+        parallel.sharded_sdpa, **{"mesh": _mesh(4, 2), "axis": "seq", **options}
+    )
+    with pytest.raises(
+        TypeError, match=rf"^parallel\.sharded_sdpa: {re.escape(message)}"
+    ):
+        jax.eval_shape(function, *_shapes())

@@ -250,3 +250,5 @@ def test_what_cannot_be_ordered_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
         function(*arguments)
+    with pytest.raises(TypeError, match=f"^{function.__name__}: axis is str"):
+        function(jnp.zeros(8), 2, "0")

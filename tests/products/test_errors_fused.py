@@ -227,27 +227,25 @@ def test_the_layout_of_images_says_those_of_filters(layouts: tuple[str, ...]) ->
     [
         (
             {"rhs": _zeros(7, 4, 2, 3)},
-            "with 3 channels on axis 1, and rhs is f32[7,4,2,3], for 4 channels on "
-            "axis 1. lhs must have 4 channels. Transpose one of them, or pass other "
-            "filters.",
+            "f32[7,4,2,3]: lhs has 3 channels, on axis 1, and rhs is for 4, on axis 1. "
+            "lhs must have 4 channels. Transpose one of them, or pass other filters.",
         ),
         (
             {"rhs": _zeros(9, 2, 2, 3), "feature_group_count": 3},
-            "with 3 channels on axis 1, and rhs is f32[9,2,2,3], for 2 channels on "
-            "axis 1 in each of 3 groups. lhs must have 6 channels. Transpose one of "
-            "them, or pass other filters.",
+            "f32[9,2,2,3]: lhs has 3 channels, on axis 1, and rhs is for 2, on axis 1 "
+            "in each group (feature_group_count=3). lhs must have 6 channels. "
+            "Transpose one of them, or pass other filters.",
         ),
         (
             {"rhs": _zeros(2, 3, 3, 7), "dimension_numbers": "NHWC"},
-            "with 4 channels on axis 3, and rhs is f32[2,3,3,7], for 3 channels on "
-            "axis 2. lhs must have 3 channels. Transpose one of them, or pass other "
-            "filters.",
+            "f32[2,3,3,7]: lhs has 4 channels, on axis 3, and rhs is for 3, on axis 2. "
+            "lhs must have 3 channels. Transpose one of them, or pass other filters.",
         ),
         (
             {"rhs": _zeros(3, 2, 4, 7)},
-            "with 3 channels on axis 1, and rhs is f32[3,2,4,7], for 2 channels on "
-            "axis 1. lhs must have 2 channels. The default layout has channels first. "
-            "For channels last, as these operands seem to have them, pass "
+            "f32[3,2,4,7]: lhs has 3 channels, on axis 1, and rhs is for 2, on axis 1. "
+            "lhs must have 2 channels. The default layout has channels first. For "
+            "channels last, as these operands seem to have them, pass "
             "dimension_numbers='NHWC'.",
         ),
     ],
@@ -255,7 +253,7 @@ def test_the_layout_of_images_says_those_of_filters(layouts: tuple[str, ...]) ->
 def test_channels_that_do_not_fit_are_counted_with_their_axes(
     changes: Any, message: str
 ) -> None:
-    told = f"conv: lhs is f32[2,3,5,4], {message}"
+    told = f"conv: lhs is f32[2,3,5,4] and rhs {message}"
     _check(_conv, changes, ValueError, told)
 
 

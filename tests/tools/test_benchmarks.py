@@ -397,6 +397,13 @@ def test_new_rows_replace_those_of_the_same_names() -> None:
     told = [" ".join(row.values()) for row in found]
     assert told == ["b train 1", "a infer 1", "a train 3"]
     assert renewed(rows, new, ["model"], ["a", "b"]) == [*new, rows[0]]
+    # Others are dropped, and without an order rows stay where they are.
+    assert renewed(rows, new, ["model"], ["a"]) == new
+    told = [" ".join(row.values()) for row in renewed(rows, new, ["model", "what"])]
+    assert told == ["b train 1", "a infer 1", "a train 3"]
+    found = renewed(rows, new, ["model", "what"], "keys")
+    told = [" ".join(row.values()) for row in found]
+    assert told == ["a infer 1", "a train 3", "b train 1"]
 
 
 def test_rows_that_are_kept_say_their_driver_too(
@@ -430,6 +437,8 @@ def test_rows_that_are_kept_say_their_driver_too(
     (tmp_path / "data.json").unlink()
     assert [row["case"] for row in run(7, "--part", "1/2")["rows"]] == ["b"]
     assert [row["case"] for row in run(8, "--part", "0/2")["rows"]] == ["b", "a"]
+    with pytest.raises(SystemExit, match=r"^no case has c in it$"):
+        run(9, "--only", "c")
     run(9, "--name", "newer", cuDNN="10")
     assert (tmp_path / "newer.md").read_text() == "page"
 

@@ -27,7 +27,7 @@ from tests.common.planner import H200, PIN, made_plan
 pytestmark = pytest.mark.once
 
 
-def _call(text: str) -> calls.Call:
+def _call(text: str) -> calls.WrittenCall:
     parser = argparse.ArgumentParser()
     calls.add_call(parser)
     return calls.call_of(parser.parse_args(text.split()))

@@ -169,8 +169,7 @@ _X = jnp.ones((2, 6, 6, 8))
         ),
         (
             *(jax_cudnn.sdpa, "key_padding_mask"),
-            "Where True means padding, pass mask=~padding[:, None, None, :]. For "
-            "padding on the right, key_value_seq_lengths takes no memory.",
+            "Pass mask=~padding[:, None, None, :], if True means padding.",
         ),
         (
             *(jax_cudnn.sdpa, "attn_mask_type"),
@@ -182,7 +181,7 @@ _X = jnp.ones((2, 6, 6, 8))
         ),
         (
             *(jax_cudnn.sdpa, "need_weights"),
-            "Attention weights are not stored, and cannot be returned.",
+            "Leave it out: attention weights are not stored.",
         ),
         (jax_cudnn.sdpa, "core_attention_bias", "Did you mean bias?"),
         (jax_cudnn.cached_sdpa, "cache_seqlens", "Did you mean key_value_seq_lengths?"),

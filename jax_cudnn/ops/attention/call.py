@@ -66,7 +66,7 @@ def run_sdpa(
         )
     if isinstance(given.mask, str):
         raise TypeError(
-            f"sdpa: mask is {given.mask!r}, a name. It must be an array of bools or "
+            f"sdpa: mask is {given.mask!r} (str). It must be an array of bools or "
             "one of jax_cudnn.masks. Pass for example is_causal=True or "
             "mask=masks.Causal()."
         )

@@ -19,7 +19,12 @@ from jax_cudnn.config import (
 )
 from jax_cudnn.graph import DTypeName, Tensor
 from jax_cudnn.graph.rules import accumulator
-from jax_cudnn.lowering import call_options, partial_axes, unreduced_in
+from jax_cudnn.lowering import (
+    call_options,
+    is_on_host,
+    partial_axes,
+    unreduced_in,
+)
 from jax_cudnn.reference.dtypes import dtype_name
 
 FLOATS = ("bf16", "f16", "f32", "f64")
@@ -51,6 +56,11 @@ def each_described(**operands: jax.Array) -> str:
 def in_front(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Return a shape with as many 1s in front as a rank asks for, as in NumPy."""
     return (1,) * (rank - len(shape)) + shape
+
+
+def known_values(x: jax.Array) -> np.ndarray | None:
+    """Return an array's values; None of one that is traced or on a GPU."""
+    return np.asarray(x) if is_on_host(x) else None
 
 
 def options(

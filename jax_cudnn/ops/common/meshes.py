@@ -18,9 +18,52 @@ def names_in(axis: AxisName | None) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else axis
 
 
+def check_names(op: str, argument: str, axis: AxisName | None) -> tuple[str, ...]:
+    """Return the names that an argument has, or raise TypeError for what is none."""
+    names = names_in(axis) if axis is None or isinstance(axis, str | tuple) else (axis,)
+    if not all(isinstance(name, str) for name in names):
+        raise _no_names(op, argument, axis)
+    return names
+
+
+def _no_names(op: str, argument: str, axis: object) -> TypeError:
+    return TypeError(
+        f"{op}: {argument}={axis!r} is not the name of a mesh axis, nor a tuple of "
+        "names. Pass one of the two."
+    )
+
+
+def check_name(op: str, argument: str, axis: AxisName | None) -> None:
+    """Raise TypeError unless an argument names one axis at least."""
+    if not check_names(op, argument, axis):
+        raise _no_names(op, argument, axis)
+
+
+def size_along(op: str, argument: str, axis: AxisName, otherwise: str = "") -> int:
+    """Return how many devices there are along an axis of the surrounding shard_map.
+
+    ``otherwise`` is what to do without such an axis, beside adding it.
+    """
+    check_name(op, argument, axis)
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        known = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes))
+        raise ValueError(
+            f"{op}: {argument}={axis!r} is not an axis that is sharded here "
+            f"({f'those are {known}' if known else 'there is none'}). Call it inside "
+            f"jax.shard_map over that axis{otherwise}."
+        ) from None
+
+
 def mesh_of(op: str, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     """Return a mesh, or the one that is set; raise ValueError if there is none."""
     found = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not isinstance(found, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{op}: mesh is {type(mesh).__name__}. It must be a jax.sharding.Mesh, as "
+            "jax.make_mesh returns it, or an AbstractMesh."
+        )
     if found.empty:
         raise ValueError(
             f"{op}: there is no mesh. Pass one as mesh, for example "
@@ -38,7 +81,7 @@ def check_axes(
     """
     seen: set[str] = set()
     for argument, axis in axes.items():
-        for name in names_in(axis):
+        for name in check_names(op, argument, axis):
             if name not in mesh.axis_names:
                 raise ValueError(
                     f"{op}: {argument}={axis!r} is not an axis of the mesh, whose "

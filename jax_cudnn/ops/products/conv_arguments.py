@@ -98,15 +98,15 @@ def _check_channels(
     """Raise unless the filters are for the channels of the images."""
     axes = layout.lhs_spec[1], layout.rhs_spec[1]
     channels, taken = x.shape[axes[0]], w.shape[axes[1]]
-    if not (isinstance(channels, int) and isinstance(taken, int)):
-        return  # symbolic dimensions, which lax compares
+    if groups < 1 or not (isinstance(channels, int) and isinstance(taken, int)):
+        return  # lax refuses such groups, and compares symbolic dimensions
     if channels != taken * groups:
-        each = f" in each of {groups} groups" if groups != 1 else ""
+        each = f" in each group (feature_group_count={groups})" if groups > 1 else ""
         advice = hint() or " Transpose one of them, or pass other filters."
         raise ValueError(
-            f"conv: lhs is {describe(x)}, with {channels} channels on axis {axes[0]}, "
-            f"and rhs is {describe(w)}, for {taken} channels on axis {axes[1]}{each}. "
-            f"lhs must have {taken * groups} channels.{advice}"
+            f"conv: lhs is {describe(x)} and rhs {describe(w)}: lhs has {channels} "
+            f"channels, on axis {axes[0]}, and rhs is for {taken}, on axis {axes[1]}"
+            f"{each}. lhs must have {taken * groups} channels.{advice}"
         )
 
 

@@ -481,6 +481,40 @@ _layer = functools.partial(moe.layer, **_LAYER)
             "moe.layer: x is bf16",
         ),
         (
+            lambda: _layer(top_k=2, groups=4),  # type: ignore[arg-type]
+            TypeError,
+            "moe.layer: groups=4 is no pair. Pass (count, chosen): how many groups",
+        ),
+        *(
+            (
+                functools.partial(_layer, **{f"{name}_axis": 3}, top_k=2),
+                TypeError,
+                f"moe.layer: {name}_axis=3 is not the name of a mesh axis, nor a tuple",
+            )
+            for name in ("expert", "batch", "tensor")
+        ),
+        (
+            lambda: moe.router(_X, jnp.ones((6, 5)), top_k=1, axis_name=("data", 1)),  # type: ignore[arg-type]
+            TypeError,
+            "moe.router: axis_name=('data', 1) is not the name of a mesh axis, nor a",
+        ),
+        (
+            lambda: moe.router(_X, jnp.ones((6, 5)), top_k=1, axis_name="data"),
+            ValueError,
+            "moe.router: axis_name='data' is not an axis that is sharded here (there "
+            "is none). Call it inside jax.shard_map over that axis.",
+        ),
+        (
+            lambda: moe.router(_X, jnp.ones((6, 5)), top_k=1, precision="most"),
+            ValueError,
+            "moe.router: precision='most' is not one that JAX has.",
+        ),
+        (
+            lambda: moe.permutation([[1, 0]], "2"),  # type: ignore[arg-type]
+            TypeError,
+            "moe.permutation: num_experts is str. It must be an int",
+        ),
+        (
             lambda: _layer(top_k=2, activation="silo"),  # type: ignore[arg-type]
             ValueError,
             "moe.layer: activation='silo' is not one of",

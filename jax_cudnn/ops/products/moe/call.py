@@ -9,9 +9,8 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
-from jax.core import min_dim
 
-from jax_cudnn.lowering import explicit_spec, is_explicitly_sharded
+from jax_cudnn.lowering import explicit_spec, is_explicitly_sharded, min_dim
 from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.products.moe.arguments import check_weights
 from jax_cudnn.ops.products.moe.exchange import Exchange

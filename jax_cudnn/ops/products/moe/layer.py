@@ -18,7 +18,7 @@ from jax_cudnn.ops.common.arguments import (
     options,
 )
 from jax_cudnn.ops.common.f8_recipes import Recipe, check_recipe
-from jax_cudnn.ops.common.meshes import AxisName, mesh_of, names_in
+from jax_cudnn.ops.common.meshes import AxisName, check_names, mesh_of
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
 from jax_cudnn.ops.products.moe.experts import Computing
 from jax_cudnn.ops.products.moe.routing import Rule, Scores
@@ -190,9 +190,9 @@ def layer(
         capacity_factor=None
         if capacity_factor is None
         else check_number(OP, "capacity_factor", capacity_factor),
-        expert=names_in(expert_axis),
-        batch=names_in(batch_axis),
-        tensor=names_in(tensor_axis),
+        expert=check_names(OP, "expert_axis", expert_axis),
+        batch=check_names(OP, "batch_axis", batch_axis),
+        tensor=check_names(OP, "tensor_axis", tensor_axis),
     )
     options(OP, implementation, plan, precision)
     given = {

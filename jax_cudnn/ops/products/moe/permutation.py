@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.core import min_dim
 from jax.typing import ArrayLike
 
+from jax_cudnn.lowering import min_dim
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_int,
@@ -87,7 +87,6 @@ def permutation(
     # A narrow dtype may not hold the number of experts, nor i32 what is out of range.
     if chosen.dtype.itemsize < 4:
         chosen = chosen.astype(jnp.int32)
-    is_known = (chosen >= 0) & (chosen < num_experts)
     if chosen.ndim != 2:
         raise ValueError(
             f"moe.permutation: experts is {describe(chosen)}. It must be (tokens, "
@@ -102,6 +101,7 @@ def permutation(
                 f"moe.permutation: {name}={value} must be at least 1. Pass a larger "
                 "number."
             )
+    is_known = (chosen >= 0) & (chosen < num_experts)
     chosen = jnp.where(is_known, chosen.astype(jnp.int32), num_experts)
     kept = total_counts(chosen, num_experts)
     rows = chosen.size

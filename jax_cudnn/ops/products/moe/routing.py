@@ -22,8 +22,9 @@ from jax_cudnn.ops.common.arguments import (
     check_int,
     check_number,
     describe,
+    options,
 )
-from jax_cudnn.ops.common.meshes import AxisName, names_in
+from jax_cudnn.ops.common.meshes import AxisName, check_names, size_along
 from jax_cudnn.ops.common.pytrees import as_pytree
 from jax_cudnn.ops.products.matmul import matmul
 from jax_cudnn.ops.products.moe.permutation import total_counts, wide_dtype
@@ -104,6 +105,11 @@ class Rule:
     ) -> Rule:
         """Return the caller's rule, or raise TypeError for what is of another type."""
         if groups is not None:
+            if not isinstance(groups, Sequence) or isinstance(groups, str | bytes):
+                raise TypeError(
+                    f"{op}: groups={groups!r} is no pair. Pass (count, chosen): how "
+                    "many groups the experts form, and of how many a token's are."
+                )
             groups = tuple(check_int(op, "groups", each) for each in groups)
         return cls(
             top_k=check_int(op, "top_k", top_k),
@@ -179,9 +185,11 @@ def router(
 
     Raises:
       ValueError: shapes that do not fit, unknown `scores`, `top_k` or `groups` that
-        ask for more experts than there are, a `scale` that is not finite.
+        ask for more experts than there are, a `scale` that is not finite, an
+        `axis_name` over which nothing is sharded here.
       TypeError: operands that are no floats; a `top_k` or `groups` that are no ints, a
-        `scale` that is no number, a `normalize` that is no bool.
+        `scale` that is no number, a `normalize` that is no bool, an `axis_name` that is
+        no name.
 
     Notes:
       Hugging Face's load_balancing_loss_func is k times this one. NaN and infinities
@@ -210,7 +218,11 @@ def router(
     bias = check_selection_bias(op, selection_bias, matrix.shape[1])
     shape = tokens.shape[:-1]
     tokens = tokens.reshape(math.prod(shape), tokens.shape[-1])
-    found = route(tokens, matrix, bias, rule, names_in(axis_name), precision)
+    axes = check_names(op, "axis_name", axis_name)
+    if axis_name:
+        size_along(op, "axis_name", axis_name)  # raises where there is no such axis
+    options(op, None, None, precision)
+    found = route(tokens, matrix, bias, rule, axes, precision)
     weights, experts = (
         x.reshape(*shape, top_k) for x in (found.weights, found.experts)
     )
