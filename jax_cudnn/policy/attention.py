@@ -81,6 +81,21 @@ class Attention:
         return batch * heads * tokens**2
 
     @property
+    def keys(self) -> int:
+        """The keys of a sequence."""
+        return self._roles["key"].dims[2]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added to the scores."""
+        return "bias" in self._roles
+
+    @property
+    def gives_bias_gradient(self) -> bool:
+        """Whether the bias is trained, and this is the gradient."""
+        return "grad_bias" in self._roles
+
+    @property
     def gives_stats(self) -> bool:
         """Whether the log-sum-exp, which gradients need, is read or written."""
         return "stats" in self._roles

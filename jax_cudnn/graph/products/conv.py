@@ -7,6 +7,8 @@ number of groups is x's channels over w's. Sums are kept in f32 (f64 for f64, i3
 8-bit integers).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,10 @@ from jax_cudnn.graph.spec import Attributes, Node
 
 if TYPE_CHECKING:
     from jax_cudnn.graph.writer import GradientWriter
+
+
+# Of such a sum.
+_MOST_TAPS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +43,19 @@ def conv_attributes(node: Node) -> ConvAttributes:
     """Return the attributes of a convolution, or of a gradient of one."""
     assert isinstance(node.attributes, ConvAttributes)
     return node.attributes
+
+
+def is_short_sum(images: Sequence[int], filters: Sequence[int]) -> bool:
+    """Whether a convolution is written for XLA as a sum of shifted products.
+
+    That is a depthwise one along one axis, of up to 8 taps. XLA's own convolution takes
+    10 to 20 times as long (an H200: `python -m benchmarks.xla_forms --only depthwise`).
+    Along two axes it was the faster one, by up to 11 times.
+    """
+    channels, of_each, *taps = filters
+    along = [i for i, size in enumerate(images[2:]) if size > 1 or taps[i] > 1]
+    is_depthwise = of_each == 1 < channels == images[1]
+    return is_depthwise and len(along) == 1 and math.prod(taps) <= _MOST_TAPS
 
 
 # The roles of x, w and output in each kind.

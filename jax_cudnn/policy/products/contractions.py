@@ -24,6 +24,7 @@ from jax_cudnn.policy.products.properties import (
     GroupedProduct,
     Matmul,
     contraction_in,
+    is_short_sum_in,
 )
 from jax_cudnn.policy.tables import Tables
 
@@ -104,6 +105,7 @@ def point_of(part: Graph, way: Rewrite) -> Kernel | None:
     channels, _, *window = w.dims
     bits = "16 bits" if output.dtype in NARROW else output.dtype
     words = [node.kind, bits, "depthwise", f"{len(window)} axes"]
+    words += ["few taps"] if is_short_sum_in(graph) else []
     words += [] if len(graph.nodes) == 1 else ["more"]
     return Kernel(
         name=", ".join(words),

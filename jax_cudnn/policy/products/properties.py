@@ -5,7 +5,7 @@ import math
 
 from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes, is_short_sum
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
@@ -27,6 +27,16 @@ def contraction_in(graph: Graph) -> Node:
     """Return the contraction of a graph that has one."""
     (node,) = filter(is_anchor, graph.nodes)
     return node
+
+
+def is_short_sum_in(graph: Graph) -> bool:
+    """Whether a graph's contraction is a sum of a few shifted products to XLA."""
+    node = contraction_in(graph)
+    if node.kind not in TRIPLES:
+        return False
+    roles = roles_in(graph, node)
+    x, w = (roles[role] for role in TRIPLES[node.kind][:2])
+    return is_short_sum(x.dims, w.dims)
 
 
 class Convolution:
@@ -137,8 +147,17 @@ class Convolution:
 class Depthwise:
     """A depthwise convolution as a way of writing it passes it to cuDNN."""
 
-    def __init__(self, way: Rewrite, *, has_own_engine: bool, is_first: bool) -> None:
+    def __init__(
+        self,
+        way: Rewrite,
+        *,
+        has_own_engine: bool,
+        is_first: bool,
+        is_short_sum: bool,
+    ) -> None:
         self._way, self._node = way, contraction_in(way.graph)
+        # Whether XLA computes it as a sum of shifted products.
+        self.is_short_sum = is_short_sum
         self.way, self.kind = way.names[0], self._node.kind
         # Of all ways of writing it.
         self.has_own_engine, self.is_first = has_own_engine, is_first
