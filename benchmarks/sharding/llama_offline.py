@@ -2,7 +2,7 @@
 """Compiles a training step of Llama for GPUs that are not here.
 
     pip install "jax[cuda13]" flax optax
-    python -m benchmarks.sharding.llama_offline --gpus 8 --out docs/internals/measured
+    python -m benchmarks.llama_offline --gpus 8 --out docs/internals/measured
 
 adds to llama_offline.json and llama_offline.md there what each GPU holds and receives.
 No array is made, and neither the programs nor a driver run. Without the package's
@@ -182,7 +182,7 @@ def main() -> None:
     command = [
         "python",
         "-m",
-        "benchmarks.sharding.llama_offline",
+        "benchmarks.llama_offline",
         "--size",
         options.size,
     ]
