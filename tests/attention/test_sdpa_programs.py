@@ -256,6 +256,7 @@ def test_ahead_of_time_compilation_runs(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda")], ids="-".join)
+@pytest.mark.usefixtures("without_rules")
 def test_an_exported_gradient_runs_on_the_cpu(
     platforms: tuple[str, ...], draw: Draw
 ) -> None:

@@ -496,6 +496,7 @@ def _refuse_bias_gradient(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("implementation", ["auto", "cudnn"])
+@pytest.mark.usefixtures("without_rules")
 def test_a_bias_gradient_without_plan_leaves_the_rest_to_cudnn(
     implementation: Any, gpu: FakeGpu, draw: Draw
 ) -> None:
@@ -513,6 +514,7 @@ def test_a_bias_gradient_without_plan_leaves_the_rest_to_cudnn(
     assert asked == [False, True, False]
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_a_bias_gradient_with_a_plan_is_cudnns(gpu: FakeGpu, draw: Draw) -> None:
     operands = (*_operands(draw), draw("1hst", jnp.bfloat16))
     text = _text(jax.grad(_loss, argnums=3), *operands)
@@ -522,6 +524,7 @@ def test_a_bias_gradient_with_a_plan_is_cudnns(gpu: FakeGpu, draw: Draw) -> None
     assert text.count("stablehlo.dot_general") == 5
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_without_a_gpu_the_first_candidate_is_called(draw: Draw) -> None:
     operands = (*_operands(draw), draw("1hst", jnp.bfloat16))
     _, backward = _calls(_text(jax.grad(_loss, argnums=3), *operands))
@@ -585,6 +588,7 @@ def test_decisions_give_their_reasons(gpu: FakeGpu) -> None:
     assert step.plan.workspace_bytes == _WORKSPACE
 
 
+@pytest.mark.usefixtures("without_rules")
 def test_a_decision_keeps_the_reasons_of_candidates_before_it(gpu: FakeGpu) -> None:
     gpu.answer = _refuse_bias_gradient
     forward = attention_graph(dtype="bf16", bias="1hst", with_stats=True)

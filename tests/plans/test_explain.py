@@ -19,6 +19,7 @@ import jax_cudnn
 from jax_cudnn import LibraryError, choices, offline, plans
 from jax_cudnn.cli import explain as command
 from jax_cudnn.cli import main
+from jax_cudnn.cli.calls import argument
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, from_json, is_anchor
 from jax_cudnn.legalize import partition
@@ -581,11 +582,17 @@ def test_wrong_arguments_are_told(
     assert words in capsys.readouterr().err
 
 
+def _array(text: str) -> Any:
+    name, value = argument(text)
+    assert not name
+    return value
+
+
 def test_operands_are_written_as_jax_prints_them() -> None:
-    assert command.operand("f32[]") == _S((), jnp.float32)
+    assert _array("f32[]") == _S((), jnp.float32)
     for name in ("bf16", "bfloat16"):
-        assert command.operand(f"{name}[4,8]") == _S((4, 8), jnp.bfloat16)
-    assert command.operand("half[3]") == _S((3,), jnp.float16)
-    assert command.operand("float8_e5m2[3]") == _S((3,), jnp.float8_e5m2)
-    assert command.operand("uint8[3]") == _S((3,), jnp.uint8)
-    assert command.operand(" f8_e4m3fn[2, 3,5] ") == _S((2, 3, 5), jnp.float8_e4m3fn)
+        assert _array(f"{name}[4,8]") == _S((4, 8), jnp.bfloat16)
+    assert _array("half[3]") == _S((3,), jnp.float16)
+    assert _array("float8_e5m2[3]") == _S((3,), jnp.float8_e5m2)
+    assert _array("uint8[3]") == _S((3,), jnp.uint8)
+    assert _array(" f8_e4m3fn[2, 3,5] ") == _S((2, 3, 5), jnp.float8_e4m3fn)
