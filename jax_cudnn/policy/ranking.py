@@ -99,6 +99,8 @@ def _ranked(
     if not found.slower:
         like = contraction.point(tables)
         judged = _by_kernels(like, way, target, tables, last=None)
+        if judged is None and like is not None:
+            judged = _by_structure(of, properties, way, target, tables)
         point = like if judged is not None else point
     slow_engines = found.slow_engines
     if not is_known and not slow_engines:
@@ -173,6 +175,15 @@ def _by_kernels(
     return Ranked(rewrite=way, slower=slower, by=by)
 
 
+def _by_structure(
+    of: str, properties: object, way: Rewrite, target: Target | None, tables: Tables
+) -> Ranked | None:
+    """Return what a row says of products that are like none that was measured."""
+    table = tables.about(of + UNLIKE_ALL)
+    row = table.row(of + UNLIKE_ALL, properties)
+    return None if row is None else _by_row(row, way, target, table)
+
+
 def _by_row(row: Row, way: Rewrite, target: Target | None, table: Table) -> Ranked:
     """Return what a row says of a way.
 
@@ -217,6 +228,8 @@ def _properties(
 
 _ATTENTION = ("sdpa",)
 _POOLING = ("avg_pool", "max_pool")
+# After the name of a family: rows about what is like nothing that was measured.
+UNLIKE_ALL = " unlike all"
 # Attention over caches and over f8 operands is cuDNN's wherever it has a plan. So are
 # products of blocks: XLA multiplies them in bf16.
 _CUDNNS = ("block_scaled_matmul", "sdpa_cached", "sdpa_f8")

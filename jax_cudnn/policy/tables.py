@@ -17,6 +17,8 @@ part goes first. The first row that holds decides. A row has
   with ``why_elsewhere``;
 * ``by``: the command that measured it.
 
+A row of "matmuls unlike all" is about matmuls that no measured kernel is like.
+
 ``scattered`` is about sums over devices (see `Scattered`). The other entries, written
 by ``python -m scripts.default_rules``, are the kernels that contractions are compared
 with (products/kernels.py).

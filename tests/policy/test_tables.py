@@ -50,6 +50,7 @@ _PROPERTIES: dict[str, type | None] = {
     "grouped products": GroupedProduct,
     "products with sums": None,
     "matmuls": Matmul,
+    "matmuls unlike all": Matmul,
     "cuBLASLt": CublasLtProduct,
     "f8 products": CopiedForF8,
     "convolutions": Convolution,
@@ -85,7 +86,7 @@ def test_every_row_names_properties_that_there_are_and_what_measured_it(
     for row in (*table.rows, *table.orders):
         kind = _PROPERTIES[row.of]
         assert all(_has(kind, name) for name in row.when), row
-        assert row.by.startswith("python -m benchmarks."), row
+        assert row.by.startswith(("python -m benchmarks.", "jax-cudnn calibrate")), row
 
 
 def _has(kind: type | None, name: str) -> bool:
@@ -324,3 +325,15 @@ def test_a_decision_tells_what_decided() -> None:
     assert (step.runs_on, step.by) == ("xla", f"a rule {nearest}")
     asked = Options(implementation="cudnn")
     assert decide_part(norm, None, asked).by == ""
+
+
+def test_a_matmul_like_none_that_was_measured_is_xla_s() -> None:
+    # The gradient of a table of 32 biases of 12 heads, for 512 x 512 positions.
+    part = _part(lambda x, y: jax_cudnn.matmul(x.T, y), (262144, 32), (262144, 12))
+    assert "no measured product is like it" in ranked(part, H100)[0].slower
+    # With something around it, cuDNN spares an array.
+    fused = _part(
+        lambda x, y: jax_cudnn.matmul(x.T, y, activation="gelu"),
+        *((262144, 32), (262144, 12)),
+    )
+    assert not ranked(fused, H100)[0].slower
