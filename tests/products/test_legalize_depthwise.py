@@ -228,7 +228,8 @@ def test_f32(name: str, ways: dict[str, list[str]]) -> None:
 
 def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
     part = _LAYERS["one axis, with silu"].parts(jnp.bfloat16)["conv_fprop"]
-    assert _ways(part) == ["as it is, auto", "merged", "merged", "as it is"]
+    # Of few taps along one axis, XLA computes a sum.
+    assert _ways(part) == ["as it is", "merged", "merged", "as it is"]
     alone, merged, *whole = (way.rewrite for way in ranked(part, _H100))
     assert len(alone.graph.nodes) == len(merged.graph.nodes) == 1
     assert all(len(way.graph.nodes) > 1 for way in whole)
@@ -240,7 +241,8 @@ def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -
         for kind, part in _LAYERS[name].parts(jnp.bfloat16).items():
             ways = ranked(part, target)
             taken = [way for way in ways if not way.slower]
-            assert bool(taken) == (kind == "conv_wgrad"), kind
+            # Of few taps along one axis, XLA computes a sum.
+            assert bool(taken) == (name == "same" and kind == "conv_wgrad"), kind
             first, *_ = taken or ways
             # Numbers of engines may stand for others there.
             assert not first.is_slow_by(77)
@@ -315,6 +317,8 @@ def test_auto_goes_by_what_was_measured(
             if row is None:
                 continue
             first = ranked(part, target)[0]
+            if "sum of shifted products" in first.slower:
+                continue  # It was measured beside another code of XLA's.
             name = f"{depthwise.way_of(first.rewrite, first.rewrite)}, first"
             engine, us = row["engines"][name], row["us"]
             ratio = us[name] / us["XLA"]
