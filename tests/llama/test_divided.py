@@ -112,8 +112,8 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize(
     "line",
     [
-        *(ALL_AXES, FSDP),
-        *(pytest.param(line, marks=pytest.mark.thorough) for line in OTHERS),
+        ALL_AXES,
+        *(pytest.param(line, marks=pytest.mark.thorough) for line in (FSDP, *OTHERS)),
     ],
 )
 def test_losses_are_those_of_plain_jax_within_the_noise_of_bf16(found, line):
