@@ -32,11 +32,18 @@ def run_on_eight_devices(
 
 def on_devices(count: int) -> dict[str, str]:
     """Return the environment of a program that has so many CPU devices."""
+    return _with_examples(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(count))
+
+
+def on_gpus(numbers: range) -> dict[str, str]:
+    """Return the environment of a program that has these GPUs, and not all memory."""
+    devices = ",".join(map(str, numbers))
+    return _with_examples(
+        CUDA_VISIBLE_DEVICES=devices, XLA_PYTHON_CLIENT_PREALLOCATE="false"
+    )
+
+
+def _with_examples(**changes: str) -> dict[str, str]:
     # An empty entry would be the source tree, where the tests run.
     paths = filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(count),
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    return {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(paths)}

@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -71,14 +70,12 @@ def train(
     def start(environment: Mapping[str, str], name: str, *own: str) -> subprocess.Popen:
         given = json.dumps([*arguments, *own])
         program = (sys.executable, "-c", _PROGRAM, given, str(folder / name))
-        paths = filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
         return subprocess.Popen(
             [*program, str(devices)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # An empty entry would be the source tree, where the tests run.
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+            env=dict(environment),
         )
 
     own = ("--checkpoints", str(folder / "two"), "--save-weights", str(folder / "w"))

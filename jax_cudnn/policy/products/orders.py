@@ -17,7 +17,6 @@ from jax_cudnn.policy.products.properties import (
     Depthwise,
     GroupedProduct,
     contraction_in,
-    is_short_sum_in,
 )
 from jax_cudnn.policy.tables import Tables
 
@@ -68,12 +67,7 @@ def depthwise_of(way: Rewrite, ways: Sequence[Rewrite], *, is_first: bool) -> De
     """Return the properties of a way to write a depthwise convolution, one of all."""
     own = (each for each in ways if each.names[0] == conv_depthwise.OWN)
     has_own = any(map(conv_depthwise.has_engine, own))
-    return Depthwise(
-        way,
-        has_own_engine=has_own,
-        is_first=is_first,
-        is_short_sum=way.problem is not None and is_short_sum_in(way.problem),
-    )
+    return Depthwise(way, has_own_engine=has_own, is_first=is_first)
 
 
 def first_way(core: Graph, tables: Tables) -> str:

@@ -147,17 +147,8 @@ class Convolution:
 class Depthwise:
     """A depthwise convolution as a way of writing it passes it to cuDNN."""
 
-    def __init__(
-        self,
-        way: Rewrite,
-        *,
-        has_own_engine: bool,
-        is_first: bool,
-        is_short_sum: bool,
-    ) -> None:
+    def __init__(self, way: Rewrite, *, has_own_engine: bool, is_first: bool) -> None:
         self._way, self._node = way, contraction_in(way.graph)
-        # Whether XLA computes it as a sum of shifted products.
-        self.is_short_sum = is_short_sum
         self.way, self.kind = way.names[0], self._node.kind
         # Of all ways of writing it.
         self.has_own_engine, self.is_first = has_own_engine, is_first
@@ -188,6 +179,12 @@ class Depthwise:
     def is_along_one(self) -> bool:
         """Whether there is one spatial axis."""
         return conv_depthwise.is_along_one(self._x, self._w)
+
+    @property
+    def is_short_sum(self) -> bool:
+        """Whether XLA computes it as a sum of shifted products."""
+        problem = self._way.problem
+        return problem is not None and is_short_sum_in(problem)
 
     @property
     def has_windows_of_1(self) -> bool:

@@ -50,11 +50,7 @@ def conv_fprop(
     x, w = inputs["x"], inputs["w"]
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
-    if depthwise.applies(x, w, w.shape, x.shape[1]):
-        windows = _windows(attributes, w.shape)
-        sums = depthwise.convolved(x, w, windows, outputs["output"].order)
-        return {"output": sums.astype(DTYPES[outputs["output"].dtype])}
-    result = _conv(
+    result = _conv_in_groups(
         x,
         w,
         outputs["output"],
@@ -63,7 +59,7 @@ def conv_fprop(
         padding=_pairs(attributes.padding_low, attributes.padding_high),
         lhs_dilation=attributes.lhs_dilation,
         rhs_dilation=attributes.rhs_dilation,
-        feature_group_count=_groups(x.shape, w.shape),
+        groups=_groups(x.shape, w.shape),
         precision=precision,
     )
     return {"output": result}
@@ -95,19 +91,7 @@ def conv_dgrad(
         full = dilated(size, attributes.lhs_dilation[i])
         high.append(full + window - 1 - grown - low[i])
     natural = tuple(range(w.ndim))
-    if depthwise.applies(grad, w, w.shape, dims[1]):
-        windows = depthwise.Windows(
-            taps=w.shape[2:],
-            strides=attributes.lhs_dilation,
-            low=low,
-            high=high,
-            inner=attributes.window_strides,
-            dilation=attributes.rhs_dilation,
-        )
-        flipped = jax.lax.rev(w, natural[2:])
-        sums = depthwise.convolved(grad, flipped, windows, outputs["grad_x"].order)
-        return {"grad_x": sums.astype(DTYPES[outputs["grad_x"].dtype])}
-    result = _conv(
+    result = _conv_in_groups(
         grad,
         jax.lax.rev(_by_output(w, groups), natural[2:]),
         outputs["grad_x"],
@@ -116,7 +100,7 @@ def conv_dgrad(
         padding=_pairs(low, high),
         lhs_dilation=attributes.window_strides,
         rhs_dilation=attributes.rhs_dilation,
-        feature_group_count=groups,
+        groups=groups,
         precision=precision,
     )
     return {"grad_x": result}
@@ -134,8 +118,14 @@ def conv_wgrad(
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
     dims = outputs["grad_w"].dims
-    if depthwise.applies(x, grad, dims, x.shape[1]):
-        windows = _windows(attributes, dims)
+    if depthwise.applies(x, grad, dims):
+        windows = depthwise.Windows(
+            taps=tuple(dims[2:]),
+            strides=attributes.window_strides,
+            padding=_pairs(attributes.padding_low, attributes.padding_high),
+            inner=attributes.lhs_dilation,
+            dilation=attributes.rhs_dilation,
+        )
         sums = depthwise.filter_gradient(x, grad, windows)
         return {"grad_w": sums.astype(DTYPES[outputs["grad_w"].dtype])}
     groups = _groups(x.shape, dims)
@@ -161,17 +151,6 @@ def conv_wgrad(
     return {"grad_w": result}
 
 
-def _windows(attributes: ConvAttributes, w: Sequence[int]) -> depthwise.Windows:
-    return depthwise.Windows(
-        taps=tuple(w[2:]),
-        strides=attributes.window_strides,
-        low=attributes.padding_low,
-        high=attributes.padding_high,
-        inner=attributes.lhs_dilation,
-        dilation=attributes.rhs_dilation,
-    )
-
-
 def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
     """Whether all sums are empty. XLA does not take a window without elements."""
     has_empty_result = any(tensor.is_empty for tensor in outputs.values())
@@ -183,6 +162,46 @@ def _zeros(outputs: Mapping[str, Tensor]) -> dict[str, jax.Array]:
         role: jnp.zeros(tensor.dims, DTYPES[tensor.dtype])
         for role, tensor in outputs.items()
     }
+
+
+def _conv_in_groups(
+    x: jax.Array,
+    w: jax.Array,
+    output: Tensor,
+    numbers: jax.lax.ConvDimensionNumbers,
+    *,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    groups: int,
+    precision: Any,
+) -> jax.Array:
+    """Return a convolution, where it is faster as a sum of shifted products."""
+    filters = [w.shape[axis] for axis in numbers.rhs_spec]
+    if depthwise.applies(x, w, filters):
+        windows = depthwise.Windows(
+            taps=tuple(filters[2:]),
+            strides=window_strides,
+            padding=padding,
+            inner=lhs_dilation,
+            dilation=rhs_dilation,
+        )
+        taps = jnp.transpose(w, numbers.rhs_spec)
+        sums = depthwise.convolved(x, taps, windows, output.order)
+        return sums.astype(DTYPES[output.dtype])
+    return _conv(
+        x,
+        w,
+        output,
+        numbers,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        feature_group_count=groups,
+        precision=precision,
+    )
 
 
 def _conv(

@@ -32,15 +32,14 @@ class Windows:
 
     taps: tuple[int, ...]
     strides: Sequence[int]
-    low: Sequence[int]
-    high: Sequence[int]
+    padding: Sequence[tuple[int, int]]
     inner: Sequence[int]
     dilation: Sequence[int]
 
     def sizes(self, dims: Sequence[int]) -> list[int]:
         """Return the sizes of images of the result."""
         padded = [
-            dilated(size, self.inner[i]) + self.low[i] + self.high[i]
+            dilated(size, self.inner[i]) + sum(self.padding[i])
             for i, size in enumerate(dims[2:])
         ]
         return [
@@ -49,10 +48,10 @@ class Windows:
         ]
 
 
-def applies(x: jax.Array, other: jax.Array, w: Sequence[int], channels: int) -> bool:
-    """Whether filters of the sizes w, of as many channels, are such a sum with x."""
+def applies(x: jax.Array, other: jax.Array, filters: Sequence[int]) -> bool:
+    """Whether x with filters of these sizes is such a sum, and all are floats."""
     has_floats = all(str(each.dtype) in _FLOATS for each in (x, other))
-    return has_floats and is_short_sum((x.shape[0], channels, *x.shape[2:]), w)
+    return has_floats and is_short_sum(x.shape, filters)
 
 
 def convolved(
@@ -94,10 +93,7 @@ def _shifted(
 ) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
     """Yield each tap and what it meets, in an array whose axes are in the order."""
     padding = [(0, 0, 0)] * 2
-    padding += [
-        (windows.low[i], windows.high[i], windows.inner[i] - 1)
-        for i in range(x.ndim - 2)
-    ]
+    padding += [(*windows.padding[i], windows.inner[i] - 1) for i in range(x.ndim - 2)]
     padded = jax.lax.pad(
         jnp.transpose(x, order),
         jnp.zeros((), x.dtype),

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.common.example_processes import on_gpus
 from tests.llama.processes import PACKAGES, train
 
 _ARGUMENTS = (
@@ -24,7 +25,7 @@ def test_two_processes_train_as_one_does(mesh, tmp_path):
     divided = f"fsdp={count // 2},sequence=2" if "sequence" in mesh else f"fsdp={count}"
     arguments = (*_ARGUMENTS, "--mesh", divided)
     first, second, both = map(
-        _on, (range(count // 2), range(count // 2, count), range(count))
+        on_gpus, (range(count // 2), range(count // 2, count), range(count))
     )
     two, one, resumed = train(tmp_path, arguments, (first, second), both, count)
     for other in (two, resumed):
@@ -33,11 +34,3 @@ def test_two_processes_train_as_one_does(mesh, tmp_path):
             want = np.asarray(one[name], float)
             error = np.linalg.norm(np.asarray(other[name], float) - want)
             assert error <= 1e-2 * np.linalg.norm(want), name
-
-
-def _on(devices: range) -> dict[str, str]:
-    """Return the environment of a process that has these GPUs."""
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
