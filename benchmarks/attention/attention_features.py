@@ -18,7 +18,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ import jax_cudnn
 from benchmarks.attention.attention_cells import WORKLOADS, Workload
 from benchmarks.harness import tokamax_side, torch_side
 from benchmarks.harness.page import gpu_of, page, spread, table
-from benchmarks.harness.program import parser
+from benchmarks.harness.program import named, parser
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from benchmarks.harness.torch_side import torch
@@ -295,9 +294,9 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    named = [row["workload"], row["size"], gpu_of(row), row["what"], row["contender"]]
+    labels = [row["workload"], row["size"], gpu_of(row), row["what"], row["contender"]]
     times = f"{row['median_us']:.1f}", f"{row['ratio']:.3f}", spread(row, digits=3)
-    return [*named, *times]
+    return [*labels, *times]
 
 
 def main() -> None:
@@ -310,9 +309,7 @@ def main() -> None:
     if tokamax_side.tokamax is not None:
         plans.add_tokamax()
     names = [work.name for work in WORKLOADS]
-    chosen = [x for x in WORKLOADS if any(fnmatchcase(x.name, y) for y in options.only)]
-    if not chosen:
-        made.error(f"--only {options.only} names no workload; there are {names}")
+    chosen = named(made, WORKLOADS, options.only)
     rows = Table(
         folder=options.out,
         name="attention_features",

@@ -12,7 +12,6 @@ for how times are taken. `--only NAME ...` chooses workloads by their names, in 
 
 import dataclasses
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.harness import torch_side
 from benchmarks.harness.page import gpu_of, last_run_text, ranged, table
-from benchmarks.harness.program import parser
+from benchmarks.harness.program import named, parser
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from benchmarks.harness.torch_side import torch
@@ -267,9 +266,7 @@ def main() -> None:
     options = made.parse_args()
     cells = SMALL if options.small else CELLS
     names = [cell.name for cell in cells]
-    chosen = [x for x in cells if any(fnmatchcase(x.name, y) for y in options.only)]
-    if not chosen:
-        made.error(f"--only {options.only} names no workload; there are {names}")
+    chosen = named(made, cells, options.only)
     rows = Table(
         folder=options.out,
         name="decode",

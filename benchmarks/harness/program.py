@@ -4,13 +4,21 @@
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.harness.page import Row
 from benchmarks.harness.records import Data, Table
 
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 _Case = TypeVar("_Case")
+_Named = TypeVar("_Named", bound=_HasName)
 
 
 def parser(
@@ -57,6 +65,17 @@ def chosen(cases: Sequence[_Case], options: argparse.Namespace) -> Sequence[_Cas
         raise SystemExit(f"no case has {options.only} in it")
     part, count = options.part
     return found[part::count]
+
+
+def named(
+    made: argparse.ArgumentParser, cases: Sequence[_Named], patterns: Sequence[str]
+) -> list[_Named]:
+    """Return the cases whose names are like one of the patterns, or end the program."""
+    found = [x for x in cases if any(fnmatchcase(x.name, y) for y in patterns)]
+    if not found:
+        names = [case.name for case in cases]
+        made.error(f"--only {patterns} names no workload; there are {names}")
+    return found
 
 
 def run_benchmark(
