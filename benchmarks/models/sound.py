@@ -142,7 +142,7 @@ def sounds(*, small: bool = False) -> list[Model]:
         )  # fmt: skip
         wavenet = _Wave(
             stacks=2, dilations=tuple(2**i for i in range(10)), width=128, skipped=256,
-            levels=256, samples=16384, batch=8,
+            levels=256, samples=8192, batch=4,
         )  # fmt: skip
     return [
         Model(
