@@ -219,6 +219,6 @@ def draw(request: pytest.FixtureRequest) -> Draw:
         axes: str, dtype: jax.typing.DTypeLike = jnp.float32, **sizes: int
     ) -> jax.Array:
         shape = shape_of(axes, {**SIZES, **sizes})
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+        return jnp.asarray(np.asarray(rng.standard_normal(shape), dtype))
 
     return normal

@@ -172,7 +172,7 @@ def test_any_sequences_give_what_each_gives_alone(rows: Rows, seed: int) -> None
 def _self_attention(mask: masks.Mask, s: int = 11, **options: Any) -> jax.Array:
     rng = np.random.default_rng(2)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, s, heads, 4)), jnp.float32)
+        jnp.asarray(np.asarray(rng.standard_normal((2, s, heads, 4)), jnp.float32))
         for heads in (4, 2, 2)
     )
     return jax_cudnn.sdpa(q, k, v, mask=mask, **options)
@@ -335,7 +335,7 @@ def test_lengths_of_rows_cut_sequences() -> None:
 
 def test_without_a_batch_axis() -> None:
     rng = np.random.default_rng(3)
-    q, k, v = jnp.asarray(rng.standard_normal((3, 7, 2, 4)), jnp.float32)
+    q, k, v = jnp.asarray(np.asarray(rng.standard_normal((3, 7, 2, 4)), jnp.float32))
     packed = masks.Packed([0, 2, 7])
     found = jax_cudnn.sdpa(q, k, v, mask=packed, is_causal=True)
     parts = [
@@ -370,8 +370,10 @@ def test_bias_mask_and_sinks_beside_packed_sequences() -> None:
     rows = dataclasses.replace(_SAME, causal=True)
     values = rows.draw()
     rng = np.random.default_rng(5)
-    bias = jnp.asarray(rng.standard_normal((1, rows.h, rows.s, rows.t)), jnp.float32)
-    sinks = jnp.asarray(rng.standard_normal(rows.h), jnp.float32)
+    bias = jnp.asarray(
+        np.asarray(rng.standard_normal((1, rows.h, rows.s, rows.t)), jnp.float32)
+    )
+    sinks = jnp.asarray(np.asarray(rng.standard_normal(rows.h), jnp.float32))
     hidden = masks.Where(rng.random((rows.b, 1, rows.s, rows.t)) < 0.8)
     arrays = [jnp.asarray(values[n]) for n in _names(rows)]
     queries, _ = rows.is_inside()

@@ -501,7 +501,8 @@ def test_stacked_layers() -> None:
     model = Stack()
     assert [each.is_f8 for each in to_f8(model, _DELAYED).layers] == [True, False]
     with flax_promotes():
-        nnx.grad(lambda model, x: weighed(model(x)))(model, normal(0, S, W))
+        derivative = nnx.grad(lambda model, x: weighed(model(x)))
+        nnx.jit(derivative)(model, normal(0, S, W))
     assert all(each.shape == (LAYERS, 6) for each in states_of(model))
     assert all((each[:, 0] > 0).all() for each in states_of(model))
 
@@ -537,7 +538,7 @@ def test_linen_layers_are_f8_dense(ours: bool) -> None:
         else linen.Dense(F, dot_general_cls=product)
     )
     x = normal(0, S, W)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     state = f8.dense_state(_DELAYED)
     assert state is not None
 
@@ -573,9 +574,9 @@ def test_linen_projections_of_attention(recipe: Any) -> None:
 
     def of(**options: Any) -> Any:
         layer = our_linen.MultiHeadDotProductAttention(H, num_kv_heads=2, **options)
-        variables = layer.init(jax.random.key(0), x)
+        variables = jax.jit(layer.init)(jax.random.key(0), x)
         run = functools.partial(linen_loss, layer.apply)
-        return variables, jax.value_and_grad(run)(variables, x)
+        return variables, jax.jit(jax.value_and_grad(run))(variables, x)
 
     with flax_promotes():
         (variables, ours), (others, theirs) = of(recipe=recipe), of(**by_class)
@@ -609,10 +610,11 @@ def test_recipes_of_blocks_have_no_state(recipe: Any) -> None:
 def test_linen_residual() -> None:
     layer = our_linen.Dense(F, activation="gelu", recipe=f8.Current())
     x, residual = normal(0, S, W), normal(1, S, F)
-    y, variables = layer.init_with_output(jax.random.key(0), x, residual=residual)
+    make = jax.jit(layer.init_with_output)
+    y, variables = make(jax.random.key(0), x, residual=residual)
     assert set(variables) == {"params"}
     product = f8.dense(x, _any(variables)["params"]["kernel"])
-    close(y, jax.nn.gelu(product + residual))
+    close(y, jax.jit(jax.nn.gelu)(product + residual))
 
 
 @_by_recipe
@@ -621,7 +623,7 @@ def test_linen_training_state(recipe: Any) -> None:
     x = normal(0, B, S, W)
     with flax_promotes():
         model = Linen(recipe)
-        variables = model.init(jax.random.key(0), x)
+        variables = jax.jit(model.init)(jax.random.key(0), x)
         given = variables if len(variables) > 1 else variables["params"]
         wrap = (lambda v: v) if len(variables) > 1 else (lambda v: {"params": v})
         optimizer = optax.adam(1e-2)
@@ -635,6 +637,7 @@ def test_linen_training_state(recipe: Any) -> None:
             return state.apply_gradients(grads=grads)
 
         own = optimizer.init(variables["params"])
+        loss = jax.jit(functools.partial(linen_loss, model.apply))
 
         @jax.jit
         def plain(variables: Any, own: Any) -> Any:
@@ -644,10 +647,10 @@ def test_linen_training_state(recipe: Any) -> None:
             params = optax.apply_updates(variables["params"], updates)
             return {"params": params, **states}, own
 
-        first = linen_loss(model.apply, variables, x)
+        first = loss(variables, x)
         for _ in range(3):
             state, (variables, own) = step(state), plain(variables, own)
-        assert linen_loss(model.apply, variables, x) < first
+        assert loss(variables, x) < first
     close(wrap(state.params), variables)
     if isinstance(recipe, f8.Delayed):
         held = variables[OVERWRITE_WITH_GRADIENT]
@@ -658,10 +661,10 @@ def test_linen_training_state(recipe: Any) -> None:
 def test_linen_products_and_checkpoints() -> None:
     x = normal(0, B, S, W)
     with flax_promotes():
-        plain = Linen().init(jax.random.key(0), x)
-        turned = Linen(_DELAYED).init(jax.random.key(0), x)
+        plain = jax.jit(Linen().init)(jax.random.key(0), x)
+        turned = jax.jit(Linen(_DELAYED).init)(jax.random.key(0), x)
         close(turned["params"], plain["params"])
-        Linen().apply({"params": turned["params"]}, x)
+        jax.eval_shape(Linen().apply, {"params": turned["params"]}, x)
         loaded = {**turned, "params": plain["params"]}
         report = plans.inspect(
             jax.grad(functools.partial(linen_loss, Linen(_DELAYED).apply)), loaded, x
@@ -690,8 +693,8 @@ def test_linen_scan() -> None:
             return layers(our_linen.Dense(W, recipe=_DELAYED), x, None)[0]
 
     x = normal(0, S, W)
-    variables = Deep().init(jax.random.key(0), x)
-    grads = jax.grad(lambda v: weighed(_any(Deep().apply(v, x))))(variables)
+    variables = jax.jit(Deep().init)(jax.random.key(0), x)
+    grads = jax.jit(jax.grad(lambda v: weighed(_any(Deep().apply(v, x)))))(variables)
     for each in jax.tree.leaves(grads[OVERWRITE_WITH_GRADIENT]):
         assert each.shape == (LAYERS, 6)
         assert (each[:, 0] > 0).all()

@@ -829,14 +829,14 @@ def test_f8_results_of_f32_products_are_converted_by_xla(
 def test_i32_sums_of_a_convolution_leave_the_kernel_in_f32() -> None:
     # cuDNN 9.19 writes the bits of f32 into an i32 result.
     rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.integers(-128, 128, (2, 5, 7, 16)), jnp.int8)
+    x = jnp.asarray(np.asarray(rng.integers(-128, 128, (2, 5, 7, 16)), jnp.int8))
 
     def conv(x: Any, w: Any) -> jax.Array:
         return jax_cudnn.conv(
             x, w, dimension_numbers=_NHWC, preferred_element_type=jnp.int32
         )
 
-    w = jnp.asarray(rng.integers(-128, 128, (3, 3, 16, 4)), jnp.int8)
+    w = jnp.asarray(np.asarray(rng.integers(-128, 128, (3, 3, 16, 4)), jnp.int8))
     ((graph, _, _),) = traced_graphs(conv, x, w)
     rewrite = legalize(graph, None).candidates[0]
     assert [t.dtype for t in rewrite.graph.output_tensors] == ["f32"]
@@ -870,9 +870,9 @@ def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
     assert rows == [5, 16], "the weights are on the right, then on the left"
     rng = np.random.default_rng(0)
     operands = [
-        jnp.asarray(rng.normal(size=(1, 5, 24)), jnp.bfloat16),
-        jnp.asarray(rng.integers(-100, 100, (1, 24, 16)), jnp.int8),
-        jnp.asarray(rng.uniform(size=(1, 1, 16)), jnp.float32),
+        jnp.asarray(np.asarray(rng.normal(size=(1, 5, 24)), jnp.bfloat16)),
+        jnp.asarray(np.asarray(rng.integers(-100, 100, (1, 24, 16)), jnp.int8)),
+        jnp.asarray(np.asarray(rng.uniform(size=(1, 1, 16)), jnp.float32)),
     ]
     (want,) = evaluate(graph, operands)
     for way in ways:

@@ -19,7 +19,7 @@ _NUMBERS = np.random.default_rng(0)
 
 def draw(*shape: int) -> jax.Array:
     """Return normal numbers."""
-    return jnp.asarray(_NUMBERS.standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.asarray(_NUMBERS.standard_normal(shape), jnp.float32))
 
 
 def matmul(x: Any, w: Any, bias: Any) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
 from jax_cudnn import plans
+from tests.common import drawn
 from tests.common.devices import Function, Spec, collectives, gradient, mesh_of, placed
 from tests.sharding.cases import (
     CASES,
@@ -165,9 +166,9 @@ def test_out_sharding_is_how_the_result_is_sharded(op: str, kind: AxisType) -> N
 def test_windows_that_overlap_may_lie_on_several_devices(
     pool: Any, strides: tuple[int, int], spec: Spec
 ) -> None:
-    x = jax.random.normal(jax.random.key(0), (3, 8, 4, 2))
+    x = drawn.normal(0, (3, 8, 4, 2))
     out = jax.eval_shape(lambda x: pool(x, (2, 2), strides), x)
-    weights = jax.random.normal(jax.random.key(1), out.shape)
+    weights = drawn.normal(1, out.shape)
 
     def loss(x: Any) -> jax.Array:
         return jnp.sum(pool(x, (2, 2), strides) * weights)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import jax_cudnn
 from jax_cudnn import kv_cache
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -192,9 +193,8 @@ def test_in_a_loop_the_cache_is_carried_in_place() -> None:
 
 def test_decoding_token_by_token_is_attention_at_once() -> None:
     b, s, h, k, d = 2, 6, 4, 2, 8
-    key = jax.random.key(0)
-    q = jax.random.normal(key, (b, s, h, d))
-    kv = jax.random.normal(jax.random.key(1), (2, b, s, k, d))
+    q = drawn.normal(0, (b, s, h, d))
+    kv = drawn.normal(1, (2, b, s, k, d))
     want = jax_cudnn.sdpa(q, kv[0], kv[1], is_causal=True)
     caches = [jnp.full((b, 8, k, d), jnp.nan)] * 2
     pages = [jnp.full((9, 2, k, d), jnp.nan)] * 2

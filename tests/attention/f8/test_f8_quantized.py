@@ -31,7 +31,7 @@ _SIZES = {**SIZES, "d": 16, "e": 24}
 def _operands(dtype: Any, seed: int = 0, sizes: Any = _SIZES) -> list[jax.Array]:
     rng = np.random.default_rng(seed)
     return [
-        jnp.asarray(rng.standard_normal(shape_of(axes, sizes)), dtype)
+        jnp.asarray(np.asarray(rng.standard_normal(shape_of(axes, sizes)), dtype))
         for axes in ("bshd", "btkd", "btke")
     ]
 
@@ -82,8 +82,8 @@ def test_the_gradient_is_that_of_the_formula(is_causal: bool, wide: Any) -> None
     )
     (output, lse), back = jax.vjp(run, *operands)
     rng = np.random.default_rng(2)
-    grad_output = jnp.asarray(rng.standard_normal(output.shape), wide)
-    grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
+    grad_output = jnp.asarray(np.asarray(rng.standard_normal(output.shape), wide))
+    grad_lse = jnp.asarray(np.asarray(rng.standard_normal(lse.shape), jnp.float32))
     s, t = _SIZES["s"], _SIZES["t"]
     seen = np.arange(t) <= np.arange(s)[:, None] if is_causal else np.ones((s, t), bool)
     rounded = [
@@ -155,7 +155,10 @@ def test_gradients_pass_through_rounding_and_saturation() -> None:
 def test_random_operands_and_cotangents_may_be_examples_of_a_vmap() -> None:
     operands = _operands(jnp.bfloat16, seed=6)
     cotangent = jnp.asarray(
-        np.random.default_rng(7).standard_normal(shape_of("bshe", _SIZES)), jnp.bfloat16
+        np.asarray(
+            np.random.default_rng(7).standard_normal(shape_of("bshe", _SIZES)),
+            jnp.bfloat16,
+        )
     )
     given = [*operands, cotangent]
 
