@@ -16,6 +16,7 @@ import numpy as np
 from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of, is_anchor
 from jax_cudnn.legalize import Rewrite, legalize, partition
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.policy import ranked
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
 
@@ -134,3 +135,21 @@ def check_bad_numbers(
         for got in found:
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+
+
+def ways_with(
+    layer: Callable[..., jax.Array], operands: Sequence[jax.Array], words: str
+) -> tuple[set[str], set[str]]:
+    """Return the kinds of contractions whose first way has a note with these words.
+
+    And those whose last way has it.
+    """
+    found: tuple[set[str], set[str]] = (set(), set())
+    for graph, _ in graphs_of(layer, operands):
+        for part in partition(graph):
+            kinds = [node.kind for node in part.nodes if is_anchor(node)]
+            first, *rest = (way.rewrite for way in ranked(part, None))
+            for kept, ways in zip(found, ([first], rest[-1:]), strict=True):
+                if any(words in note for way in ways for note in way.notes):
+                    kept.update(kind.removeprefix("conv_") for kind in kinds)
+    return found
