@@ -32,6 +32,7 @@ _SIZES = {"b": 2, "s": 37, "t": 53, "h": 6, "k": 3, "d": 5, "e": 4}
 _KEY = jax.random.key(11)
 _RATE = 0.3
 _kept = jax.jit(kept, static_argnums=(0, 3))
+_numbered = jax.jit(numbered, static_argnums=(1, 2))
 
 
 def _operands(draw: Draw, dtype: Any = jnp.float64) -> list[jax.Array]:
@@ -106,7 +107,7 @@ def test_the_mask_is_that_of_cudnn(case: dict[str, Any]) -> None:
     got = _kept(
         1 - count / 2**16,
         _one(case["seed"]),
-        numbered(_one(case["offset"]), b, h),
+        _numbered(_one(case["offset"]), b, h),
         (s, t),
     )
     digest = hashlib.sha256(np.packbits(np.asarray(got)).tobytes()).hexdigest()
@@ -128,8 +129,8 @@ def test_the_mask_is_that_of_numpy(s: int, t: int) -> None:
 
 
 def test_no_rows_and_no_keys_have_an_empty_mask() -> None:
-    assert _kept(0.5, _one(1), numbered(_one(0), 2, 3), (0, 4)).shape == (2, 3, 0, 4)
-    assert _kept(0.5, _one(1), numbered(_one(0), 2, 3), (4, 0)).shape == (2, 3, 4, 0)
+    assert _kept(0.5, _one(1), _numbered(_one(0), 2, 3), (0, 4)).shape == (2, 3, 0, 4)
+    assert _kept(0.5, _one(1), _numbered(_one(0), 2, 3), (4, 0)).shape == (2, 3, 4, 0)
 
 
 @pytest.mark.parametrize("rate", [0.003, 0.1, 0.5, 0.9])
@@ -328,7 +329,7 @@ def test_a_part_of_batch_and_heads_drops_what_it_drops_in_the_whole() -> None:
     mask = _weights(_KEY)
     b, h = _SIZES["b"], _SIZES["h"]
     words = jnp.asarray(jax.random.bits(_KEY, (2,), jnp.uint32)).view(jnp.int32)
-    offset = numbered(words[1] & jnp.int32(2**30 - 4), b, h)
+    offset = _numbered(words[1] & jnp.int32(2**30 - 4), b, h)
     rate = round(_RATE * 2**16) / 2**16
     part = _kept(rate, jnp.reshape(words[0], (1, 1, 1, 1)), offset[1:, 2:4], (_S, _T))
     np.testing.assert_array_equal(part, mask[1:, 2:4])

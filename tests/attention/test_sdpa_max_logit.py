@@ -56,7 +56,7 @@ def test_vmap_over_any_operands_and_cotangents(batched: tuple[int, ...]) -> None
         results, pull = jax.vjp(_call, *x[:5])
         return results, pull(tuple(x[5:]))
 
-    found = jax.vmap(run, in_axes=tuple(axes))(*given)
+    found = jax.jit(jax.vmap(run, in_axes=tuple(axes)))(*given)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
     jax.tree.map(close, found, stacked(run, given, axes))
 

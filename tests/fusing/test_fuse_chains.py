@@ -67,7 +67,7 @@ def _pulled(function: Any) -> Callable[..., Any]:
         results, pull = jax.vjp(function, *operands)
         return results, pull(jax.tree.map(jnp.cos, results))
 
-    return run
+    return jax.jit(run)
 
 
 def _kernels(graph: Graph) -> list[str]:
@@ -158,7 +158,7 @@ def test_some_operands_and_cotangents_are_examples(name: str, seed: int) -> None
             return results, pull(jax.tree.unflatten(tree, cotangents))
 
         axes_of = ([0 if b else None for b in is_batched], *axes)
-        return jax.vmap(run, in_axes=axes_of)
+        return jax.jit(jax.vmap(run, in_axes=axes_of))
 
     found, wanted = (pulled(f)(cotangents, *given) for f in (fuse(function), function))
     _close(found, wanted)

@@ -127,6 +127,7 @@ def test_vmap_of_any_operands_and_cotangents(name: str, axis: tuple[int, ...]) -
     like = jax.eval_shape(fused, *operands)
     full = [*operands, jnp.ones(like.shape) * 0.5]
 
+    @jax.jit
     def run(a: Any, b: Any, bias: Any, cotangent: Any) -> Any:
         result, pull = jax.vjp(fused, a, b, bias)
         return result, pull(cotangent)
@@ -137,7 +138,7 @@ def test_vmap_of_any_operands_and_cotangents(name: str, axis: tuple[int, ...]) -
             jnp.stack([x, x * 2, 1 - x]) if is_in else x
             for x, is_in in zip(full, subset, strict=True)
         ]
-        got = jax.tree.leaves(jax.vmap(run, in_axes=axes)(*examples))
+        got = jax.tree.leaves(jax.jit(jax.vmap(run, in_axes=axes))(*examples))
         for i in range(3):
             one = [x[i] if s else x for x, s in zip(examples, subset, strict=True)]
             for found, want in zip(got, jax.tree.leaves(run(*one)), strict=True):

@@ -717,7 +717,7 @@ def _with_derivatives(
 def test_vmap_of_any_operands_and_cotangents(call: Call, seed: int) -> None:
     """Examples of random subsets, on random axes, against a loop over them."""
     rng = np.random.default_rng(seed)
-    run = functools.partial(_with_derivatives, call)
+    run = jax.jit(functools.partial(_with_derivatives, call))
     for _ in range(2):
         batched = _SUBSETS[rng.integers(len(_SUBSETS))]
         full = [*operands(call, seed)]
@@ -730,7 +730,7 @@ def test_vmap_of_any_operands_and_cotangents(call: Call, seed: int) -> None:
             x if axis is None else jnp.stack([x, x * 2 + 1, 3 - x], axis)
             for x, axis in zip(full, axes, strict=True)
         ]
-        got = jax.tree.leaves(jax.vmap(run, in_axes=axes)(*examples))
+        got = jax.tree.leaves(jax.jit(jax.vmap(run, in_axes=axes))(*examples))
         for i in range(3):
             one = [
                 x if axis is None else jnp.take(x, i, axis)

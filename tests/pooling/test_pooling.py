@@ -344,7 +344,7 @@ def test_examples_fold_into_the_images(kind: str, draw: Draw) -> None:
     )
     for axis in (0, 1, 3):
         batch = jnp.stack([x, 2 * x, x - 1], axis=axis)
-        got = jax.vmap(function, in_axes=axis)(batch)
+        got = jax.jit(jax.vmap(function, in_axes=axis))(batch)
         want = stacked(function, (batch,), (axis,))
         np.testing.assert_allclose(got, want, rtol=1e-6)
         (only,) = graphs(jax.vmap(function, in_axes=axis), batch)
@@ -368,7 +368,7 @@ def test_any_of_operand_and_cotangent_may_have_examples(kind: str) -> None:
             x if axes[0] == 0 else x[0],
             cotangent if axes[1] == 0 else cotangent[0],
         )
-        got = jax.vmap(gradient, in_axes=axes)(*given)
+        got = jax.jit(jax.vmap(gradient, in_axes=axes))(*given)
         for mine, theirs in zip(got, stacked(gradient, given, axes), strict=True):
             want = jnp.broadcast_to(theirs, mine.shape)
             np.testing.assert_allclose(mine, want, rtol=1e-5, atol=1e-6)

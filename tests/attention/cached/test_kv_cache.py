@@ -27,6 +27,10 @@ def _counts(data: st.DataObject, b: int, s: int, room: int) -> tuple[int, ...] |
     return data.draw(counts if s > room else st.none() | counts)
 
 
+_update = jax.jit(kv_cache.update, static_argnames="layout")
+_update_pages = jax.jit(kv_cache.update_pages, static_argnames="layout")
+
+
 @given(data=st.data())
 def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
     b, s, t = (data.draw(st.integers(0, 4)) for _ in "bst")
@@ -42,11 +46,11 @@ def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
                 want[i, place] = new[i, j]
     n = None if counts is None else np.array(counts, np.int32)
     lengths = np.array(lengths, np.int32)
-    got = kv_cache.update(cache, new, lengths, n)
+    got = _update(cache, new, lengths, n)
     np.testing.assert_array_equal(got, want)
     for layout, axes in (("bhsd", (0, 2, 1)), ("sbhd", (1, 0, 2))):
         moved = [np.transpose(x, axes) for x in (cache, new)]
-        got = kv_cache.update(*moved, lengths, n, layout=layout)
+        got = _update(*moved, lengths, n, layout=layout)
         np.testing.assert_array_equal(got, np.transpose(want, axes))
 
 
@@ -73,10 +77,10 @@ def test_tokens_reach_their_pages_and_no_others(data: st.DataObject) -> None:
                 want[table[i, place // size], place % size] = new[i, j]
     n = None if counts is None else np.array(counts, np.int32)
     lengths = np.array(lengths, np.int32)
-    got = kv_cache.update_pages(old, new, table, lengths, n)
+    got = _update_pages(old, new, table, lengths, n)
     np.testing.assert_array_equal(got, want)
     old, new, want = (np.swapaxes(x, 1, 2) for x in (old, new, want))
-    got = kv_cache.update_pages(old, new, table, lengths, n, layout="bhsd")
+    got = _update_pages(old, new, table, lengths, n, layout="bhsd")
     np.testing.assert_array_equal(got, want)
 
 

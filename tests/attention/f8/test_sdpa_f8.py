@@ -233,6 +233,7 @@ def test_random_operands_may_be_examples_of_a_vmap() -> None:
         *_operands(rng, jnp.float8_e4m3fn),
         *np.array([0.7, 1.2, 0.5, 0.02], np.float32),
     ]
+    both = jax.jit(lambda *xs: (_everything(*xs), _only_output(*xs)))
     choices = [*itertools.product([False, True], repeat=7)][1:]
     for index in rng.choice(len(choices), size=14, replace=False):
         chosen = choices[index]
@@ -245,18 +246,14 @@ def test_random_operands_may_be_examples_of_a_vmap() -> None:
             for x, batched in zip(operands, chosen, strict=True)
         ]
         axes = tuple(0 if batched else None for batched in chosen)
-        for function in (_everything, _only_output):
-            got = jax.vmap(function, in_axes=axes)(*stacked)
-            for i in range(3):
-                one = [
-                    x[i] if batched else x
-                    for x, batched in zip(stacked, chosen, strict=True)
-                ]
-                want = function(*one)
-                for x, y in zip(
-                    jax.tree.leaves(got), jax.tree.leaves(want), strict=True
-                ):
-                    _assert_same(x[i], y)
+        got = jax.jit(jax.vmap(both, in_axes=axes))(*stacked)
+        for i in range(3):
+            one = [
+                x[i] if batched else x
+                for x, batched in zip(stacked, chosen, strict=True)
+            ]
+            for x, y in zip(*map(jax.tree.leaves, (got, both(*one))), strict=True):
+                _assert_same(x[i], y)
 
 
 def _assert_same(x: Any, y: Any) -> None:

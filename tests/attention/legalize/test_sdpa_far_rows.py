@@ -21,7 +21,7 @@ import pytest
 
 from jax_cudnn import sdpa
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import Rewrite, legalize
+from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.attention import far_rows
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from tests.attention.shared.flash import flash
@@ -312,9 +312,9 @@ def test_16_bit_gradients_of_large_scores_are_as_good_as_those_of_jax_nn() -> No
 
 # One compilation serves all biases of a form.
 @functools.cache
-def _compiled(graph: Graph, number: int) -> tuple[Rewrite, Callable[..., Any]]:
+def _compiled(graph: Graph, number: int) -> tuple[Graph, Any, Any]:
     rewrite = legalize(graph, _HOPPER).candidates[number]
-    return rewrite, jax.jit(rewrite.after)
+    return rewrite.graph, jax.jit(rewrite.before), jax.jit(rewrite.after)
 
 
 @functools.cache
@@ -325,8 +325,8 @@ def _reference(graph: Graph) -> Callable[..., Any]:
 def _legal_results(
     graph: Graph, operands: list[jax.Array], number: int = 0
 ) -> tuple[jax.Array, ...]:
-    rewrite, after = _compiled(graph, number)
-    return after(operands, flash(rewrite.graph, rewrite.before(operands)))
+    legal, before, after = _compiled(graph, number)
+    return after(operands, flash(legal, before(operands)))
 
 
 @pytest.fixture
@@ -376,8 +376,8 @@ def test_rows_are_taken_block_by_block(
     problem = _problem(_rows(-_FAR), **_FORMS[form])
     outputs = _reference(problem.forward)(problem.operands)
     operands = problem.backward_operands(outputs)
-    rewrite, after = _compiled.__wrapped__(problem.backward, 0)
-    results = after(operands, flash(rewrite.graph, rewrite.before(operands)))
+    legal, before, after = _compiled.__wrapped__(problem.backward, 0)
+    results = after(operands, flash(legal, before(operands)))
     _check(problem.backward, results, problem.truth, eps=1e-5)
 
 

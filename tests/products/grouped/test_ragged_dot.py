@@ -211,7 +211,7 @@ def test_every_subset_of_operands_and_cotangents_may_have_examples() -> None:
             for x, is_in, place in zip(one, chosen, places, strict=True)
         ]
         where = [p if is_in else None for p, is_in in zip(places, chosen, strict=True)]
-        got = jax.vmap(run, where)(*batched)
+        got = jax.jit(jax.vmap(run, where))(*batched)
         for i in range(count):
             example = [
                 jnp.roll(x, i) if is_in else x
