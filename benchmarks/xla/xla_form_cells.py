@@ -201,7 +201,7 @@ def _depthwise(small: bool) -> Iterator[Workload]:
     for shape, window, step, dilation in sizes:
         for dtype in (_NARROW, _WIDE):
             options = {"window_strides": step, "rhs_dilation": dilation}
-            yield _conv("depthwise conv", shape, window, dtype, **options)
+            yield _convolution("depthwise conv", shape, window, dtype, **options)
 
 
 def _dilated(small: bool) -> Iterator[Workload]:
@@ -214,10 +214,10 @@ def _dilated(small: bool) -> Iterator[Workload]:
         causal = {"padding": [(dilation, 0)]} if window == 2 else {}
         for dtype in (_NARROW, _WIDE):
             options = {"outputs": 256, "rhs_dilation": dilation, **causal}
-            yield _conv("conv", shape, window, dtype, **options)
+            yield _convolution("conv", shape, window, dtype, **options)
 
 
-def _conv(
+def _convolution(
     name: str,
     shape: _Shape,
     window: int,
