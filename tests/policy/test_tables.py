@@ -337,3 +337,27 @@ def test_a_matmul_like_none_that_was_measured_is_xla_s() -> None:
         *((262144, 32), (262144, 12)),
     )
     assert not ranked(fused, H100)[0].slower
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_xlas"),
+    [(256, 256, True), (520, 520, False), (8, 65536, False), (1024, 128, True)],
+)
+def test_scores_are_of_all_keys(queries: int, keys: int, is_xlas: bool) -> None:
+    heads = 4
+    x, y = (
+        jax.ShapeDtypeStruct((1, s, heads, 64), jnp.bfloat16) for s in (queries, keys)
+    )
+    bias = jax.ShapeDtypeStruct((1, heads, queries, keys), jnp.bfloat16)
+
+    def gradients(*operands: Any) -> Any:
+        output, back = jax.vjp(jax_cudnn.sdpa, *operands)
+        return back(output)
+
+    (part,) = (
+        part
+        for graph in traced_program(gradients, x, y, y, bias).graphs
+        for part in graph.parts
+        if part.nodes[0].kind == "sdpa_backward"
+    )
+    assert ("few scores" in ranked(part, H100)[0].slower) == is_xlas
