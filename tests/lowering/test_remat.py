@@ -221,6 +221,26 @@ def test_policies_save_what_they_save_of_plain_jax(case: _Case, policy: Any) -> 
         assert _saved(saving, *operands) == _saved(plainly, *operands)
 
 
+@pytest.mark.parametrize("name", ["default", "dots", "dots without batch"])
+def test_sums_of_shifted_products_are_saved_as_convolutions(name: str) -> None:
+    options = {
+        "window_strides": (1,),
+        "padding": "SAME",
+        "dimension_numbers": ("NWC", "WIO", "NWC"),
+        "feature_group_count": 4,
+    }
+    operands = _draw((2, 9, 4), (3, 1, 4))
+    ours, plain = (
+        jax.checkpoint(
+            _sines(functools.partial(function, **options)), policy=_POLICIES[name]
+        )
+        for function in (jax_cudnn.conv, lax.conv_general_dilated)
+    )
+    assert _saved(ours, *operands) == _saved(plain, *operands)
+    gradients = (jax.jit(_gradient(each, 2))(*operands) for each in (ours, plain))
+    _assert_close(*gradients)
+
+
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "layer_norm"])
 def test_products_run_once_if_they_are_saved(name: str) -> None:
     case = _CASES[name]

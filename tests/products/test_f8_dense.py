@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn
 from jax_cudnn import checkpoint_policies, f8, plans
-from tests.common.devices import mesh_of, placed
+from tests.common.devices import collectives, mesh_of, placed
 from tests.common.evaluating import with_pullback
 from tests.products.shared.f8_dense import ULP, close, normal, truth
 
@@ -522,6 +523,34 @@ def test_amaxes_are_over_all_devices(recipe: Any, kind: Any, specs: Any) -> None
         found,
         wanted,
     )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_row_order_gathers_nothing(kind: Any) -> None:
+    """Programs of several devices ask for it where XLA divides what asks for it."""
+    mesh = mesh_of(kind, d=4)
+    x, w = placed(mesh, (normal(0, 32, 16), normal(1, 16, 8)), (("d",), ()))
+
+    def in_order(x: Any) -> Any:
+        return with_layout_constraint(x, Layout((0, 1))) + 1
+
+    def layer(x: Any, w: Any) -> Any:
+        y, back = jax.vjp(lambda x: f8.dense(x, w), x)
+        return back(y)[0]
+
+    def count(function: Any) -> int:
+        lowered = jax.jit(function).trace(x, w).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().count("@LayoutConstraint")
+
+    rows = PartitionSpec("d")
+    by_hand = jax.shard_map(
+        layer, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
+    )
+    with jax.set_mesh(mesh):
+        is_divided = not collectives(in_order, x)
+        assert count(layer) == (3 if is_divided else 0)
+        assert count(by_hand) == 3
+    assert is_divided or jax.__version_info__ < (0, 11)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

@@ -63,6 +63,15 @@ def test_a_machine_for_the_cpu_is_well() -> None:
     assert diagnosis.verdict == "No NVIDIA GPU here: every call runs on XLA."
 
 
+def test_the_page_says_what_is_not_installed_or_why_it_fails() -> None:
+    bare = [" ".join(x.split()) for x in str(diagnosis_of(CPU_ONLY)).splitlines()]
+    assert {"JAX on CUDA no plugin for CUDA", "cuDNN not found"} <= {*bare}
+    file = CudnnFile(path="/usr/lib64/libcudnn.so.9", version=0)
+    full = replace(CPU_ONLY, packages=GOOD.packages, cudnn_files=(file,))
+    page = [" ".join(x.split()) for x in str(diagnosis_of(full)).splitlines()]
+    assert {"JAX on CUDA Unknown backend cuda", "cuDNN does not load"} <= {*page}
+
+
 def test_errors_come_first_and_decide() -> None:
     facts = replace(
         GOOD,
