@@ -344,9 +344,9 @@ def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
             jax.grad(lambda w: (jax.grad(jax.jit(run))(w) * along).sum())(w),
         ]
 
-    # Rounding of normal numbers is an error of 5.3 % in cotangents (f8_e5m2) and of 2.6 %
-    # in x and w (f8_e4m3fn). Together they are 6.1 % of the product, with a standard
-    # deviation of 0.5 % over draws.
+    # Rounding of normal numbers is an error of 5.3 % in cotangents (f8_e5m2) and of
+    # 2.6 % in x and w (f8_e4m3fn). Together they are 6.1 % of the product, with a
+    # standard deviation of 0.5 % over draws.
     for product in products(w):
         close(product, np.asarray(wanted, np.float64), ulp=0.08)
     tangent = jax.jvp(lambda x: f8.dense(x, w), (x,), (x,))[1]
