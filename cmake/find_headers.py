@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the include directories of the header wheels, separated by semicolons.
 
+Says what to install where one of them, or Python's own header, is missing.
 Looks along sys.path, so that it works in an isolated build environment as well as in a
 plain one, and imports none of the packages.
 """
 
 import sys
+import sysconfig
 from pathlib import Path
 
 # A header that identifies each directory, and the wheel that brings it.
@@ -33,7 +35,14 @@ def include_directory(header: str) -> Path | None:
 
 
 def main() -> None:
-    """Print the directories, or say which wheel is missing."""
+    """Print the directories, or say what is missing."""
+    python = Path(sysconfig.get_path("include"), "Python.h")
+    if not python.is_file():
+        sys.exit(
+            f"{python} is missing, which this Python's extensions are compiled with. "
+            "Install Python's headers: python3-dev on Debian and Ubuntu, "
+            "python3-devel on Fedora."
+        )
     found = {}
     for header, wheel in WANTED.items():
         directory = include_directory(header)

@@ -10,7 +10,7 @@ runs() { # INTERPRETER VERSION
 sys.exit('%d.%d' % sys.version_info[:2] != '$2')" 2>/dev/null
 }
 
-pyenv_root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "$HOME/.pyenv")}
+pyenv_root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "${HOME:-}/.pyenv")}
 for version in "$@"; do
   for python in "python$version" python3 "$pyenv_root/versions/$version".*/bin/python; do
     if runs "$python" "$version"; then

@@ -36,6 +36,12 @@ fi
 if [ $# = 0 ]; then
   exit
 elif [ -x "$dir/bin/uv" ]; then
+  # pip goes without a cache that it cannot write, but uv stops.
+  if ! { cache=$("$dir/bin/uv" cache dir) && mkdir -p "$cache" && [ -w "$cache" ]
+  } 2>/dev/null; then
+    export UV_CACHE_DIR=$PWD/build/uv-cache
+    echo "== uv cannot write its cache; its downloads go to build/uv-cache" >&2
+  fi
   "$dir/bin/uv" pip install --quiet --python "$dir/bin/python" "$@"
 else
   "$dir/bin/python" -m pip install --quiet "$@"

@@ -48,7 +48,7 @@ class Workload:
 def workloads(*, small: bool) -> list[Workload]:
     """Return the workloads, or small ones, of which each operation has one a dtype."""
     made = [*_norms(small), *_products(small), *_attention(small), *_pools(small)]
-    return [*made, *_depthwise(small), *_grouped(small)]
+    return [*made, *_depthwise(small), *_dilated(small), *_grouped(small)]
 
 
 def _sizes(
@@ -200,31 +200,55 @@ def _depthwise(small: bool) -> Iterator[Workload]:
         sizes = [((2, 9, 16), 3, 1, 2), ((2, 6, 5, 16), 3, 2, 1)]
     for shape, window, step, dilation in sizes:
         for dtype in (_NARROW, _WIDE):
-            yield _depthwise_of(shape, window, step, dilation, dtype)
+            options = {"window_strides": step, "rhs_dilation": dilation}
+            yield _convolution("depthwise conv", shape, window, dtype, **options)
 
 
-def _depthwise_of(
-    shape: _Shape, window: int, step: int, dilation: int, dtype: str
+def _dilated(small: bool) -> Iterator[Workload]:
+    """Yield convolutions with holes: those of WaveNet are causal."""
+    sizes = [((4, 8192, 128), 2, 8), ((4, 8192, 128), 2, 512), ((16, 4096, 256), 3, 2)]
+    sizes += [((8, 64, 64, 256), 3, 6), ((8, 32, 32, 512), 3, 2)]
+    if small:
+        sizes = [((2, 12, 16), 2, 4), ((2, 6, 5, 16), 3, 2)]
+    for shape, window, dilation in sizes:
+        causal = {"padding": [(dilation, 0)]} if window == 2 else {}
+        for dtype in (_NARROW, _WIDE):
+            options = {"outputs": 256, "rhs_dilation": dilation, **causal}
+            yield _convolution("conv", shape, window, dtype, **options)
+
+
+def _convolution(
+    name: str,
+    shape: _Shape,
+    window: int,
+    dtype: str,
+    *,
+    outputs: int = 0,
+    window_strides: int = 1,
+    rhs_dilation: int = 1,
+    padding: Any = "SAME",
 ) -> Workload:
+    """Return a convolution of equal axes; without ``outputs`` a depthwise one."""
     axes, channels = len(shape) - 2, shape[-1]
     options: dict[str, Any] = {
-        "window_strides": (step,) * axes,
-        "padding": "SAME",
-        "rhs_dilation": (dilation,) * axes,
+        "window_strides": (window_strides,) * axes,
+        "padding": padding,
+        "rhs_dilation": (rhs_dilation,) * axes,
         "dimension_numbers": _NHWC if axes == 2 else ("NWC", "WIO", "NWC"),
-        "feature_group_count": channels,
+        "feature_group_count": 1 if outputs else channels,
     }
-    filters = (*[window] * axes, 1, channels)
-    more = f", step {step}" if step > 1 else ""
-    more += f", dilation {dilation}" if dilation > 1 else ""
+    inner = channels if outputs else 1
+    filters = (*[window] * axes, inner, outputs or channels)
+    more = f", step {window_strides}" if window_strides > 1 else ""
+    more += f", dilation {rhs_dilation}" if rhs_dilation > 1 else ""
     return Workload(
-        operation=_named(f"depthwise conv {'x'.join([str(window)] * axes)}", dtype),
+        operation=_named(f"{name} {'x'.join([str(window)] * axes)}", dtype),
         size=f"({','.join(map(str, shape))}){more}",
         ours=lambda x, w: jax_cudnn.conv(x, w, **options),
         plain={"lax.conv": lambda x, w: jax.lax.conv_general_dilated(x, w, **options)},
         operands=(
             Operand(shape, dtype=dtype),
-            Operand(filters, window ** (-0.5 * axes), dtype=dtype),
+            Operand(filters, (inner * window**axes) ** -0.5, dtype=dtype),
         ),
     )
 

@@ -107,9 +107,11 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if not facts.jax_import_error:
         yield "JAX backends", ", ".join(facts.jax_backends) or "none"
     if facts.jax_error:
-        yield "JAX on CUDA", facts.jax_error.splitlines()[0]
+        says = facts.jax_error.splitlines()[0]
+        yield "JAX on CUDA", says if facts.jax_cuda_majors else "no plugin for CUDA"
     if cudnn is None:
-        yield "cuDNN", "not tried" if facts.extension_error else "does not load"
+        why = "does not load" if facts.cudnn_files else "not found"
+        yield "cuDNN", "not tried" if facts.extension_error else why
     else:
         version, cuda = version_text(cudnn.version), cudnn.cuda_major
         yield "cuDNN", f"{version} for CUDA {cuda}, {cudnn.path}"

@@ -97,7 +97,7 @@ def _assert_close(found: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 def _draw(*shapes: tuple[int, ...], dtype: Any = jnp.float32) -> list[jax.Array]:
     rng = np.random.default_rng(5)
-    return [jnp.asarray(rng.standard_normal(s) / 2, dtype) for s in shapes]
+    return [jnp.asarray(np.asarray(rng.standard_normal(s) / 2, dtype)) for s in shapes]
 
 
 # --- operations -----------------------------------------------------------------------
