@@ -15,7 +15,7 @@ import numpy as np
 import jax_cudnn
 from benchmarks.harness.contest import XLA
 from benchmarks.harness.operands import Operand
-from benchmarks.layers import norms
+from benchmarks.layers import norms, operation_cells
 
 Function = Callable[..., Any]
 _Shape = tuple[int, ...]
@@ -290,33 +290,14 @@ def _attention(small: bool) -> Iterator[Workload]:
 def _pools(small: bool) -> Iterator[Workload]:
     wide = (32, 28, 28, 256)
     shapes = (64, 112, 112, 64), (64, 56, 56, 64), (32, 28, 28, 256)
-    around = ((1, 1), (1, 1))
-
-    def largest(x: jax.Array) -> jax.Array:
-        every = ((0, 0), *around, (0, 0))
-        window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, every)
-
-    def mean(x: jax.Array) -> jax.Array:
-        window = (1, 2, 2, 1)
-        return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, window, "VALID") / 4
-
     for shape, dtype in _sizes(small, (2, 12, 12, 8), wide, *shapes):
-        both: dict[str, tuple[Function, Function]] = {
-            "max pool 3x3/2": (
-                lambda x: jax_cudnn.max_pool(x, (3, 3), (2, 2), around),
-                largest,
-            ),
-            "average pool 2x2/2": (
-                lambda x: jax_cudnn.avg_pool(x, (2, 2), (2, 2)),
-                mean,
-            ),
-        }
-        for name, (ours, plain) in both.items():
+        for pool in (operation_cells.max_pool, operation_cells.average_pool):
+            cell = pool(shape, dtype)
+            assert cell.ours is not None
             yield Workload(
-                operation=_named(name, dtype),
-                size=_text(shape),
-                ours=ours,
-                plain={"lax.reduce_window": plain},
-                operands=(Operand(shape, dtype=dtype),),
+                operation=_named(cell.operation, dtype),
+                size=cell.size,
+                ours=cell.ours(),
+                plain={"lax.reduce_window": cell.rivals[XLA].function},
+                operands=cell.operands,
             )
