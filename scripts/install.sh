@@ -11,7 +11,7 @@ dir=$1 python=$2 extras=$3
 shift 3
 
 if [ -n "${OFFLINE:-}" ]; then
-  rm -rf "$dir"
+  [ ! -e "$dir/.made" ] || rm -rf "$dir"
   scripts/venv.sh "$dir" "$python"
   exit
 fi

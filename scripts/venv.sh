@@ -15,8 +15,15 @@ if [ ! -e "$dir/.made" ]; then
     echo "venv.sh: no Python interpreter was found for $dir" >&2
     exit 1
   fi
+  if [ -e "$dir" ] && [ ! -e "$dir/.making" ]; then
+    echo "venv.sh: $dir is there, and make did not make it. make needs the folder for" \
+      "an environment of its own: move or delete yours." >&2
+    exit 1
+  fi
   echo "== $dir: $("$python" --version), $python"
   rm -rf "$dir"
+  mkdir -p "$dir"
+  touch "$dir/.making"
   "$python" -m venv "$dir"
   if [ -n "${OFFLINE:-}" ]; then
     # Not --system-site-packages: PYTHON may itself be in a virtual environment, whose
