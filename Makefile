@@ -185,6 +185,9 @@ format: .venv-tools/.installed  ## rewrite the sources in the project's format
 types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 	.venv-tools/bin/pyright --pythonpath .venv-oldest/bin/python
 
+# Each program is compiled by one thread: the tests' processes keep all cores busy.
+test-oldest test-newest: export XLA_FLAGS := --xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)
+
 .PHONY: test-oldest
 # For JAX 0.10: its XLA then compiles small programs for the CPU, of which the tests have
 # thousands, in half the time. Newer ones do not know the flag, and stop.

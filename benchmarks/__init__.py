@@ -7,6 +7,7 @@ is loaded twice.
 """
 
 import os
+import sys
 from pathlib import Path
 
 # Choices and plans of earlier runs must not affect a run's numbers.
@@ -14,3 +15,6 @@ os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
 
 _families = Path(__file__).parent.glob("*/__init__.py")
 __path__.extend(sorted(str(family.parent) for family in _families))
+
+# The examples' own modules, as they import them themselves.
+sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -177,18 +177,25 @@ def _draw_lane(
     if beyond:  # told as numbers, with those that stand where the numbers do
         edge /= 1.2
         beyond = sorted(dot.median for dot in dots if dot.median > edge)
+    below = sorted(dot.median for dot in dots if dot.median < panel.smallest)
     for dot in dots:
-        assert dot.median >= panel.smallest, (panel.title, dot)
-        if dot.median <= edge:
+        if panel.smallest <= dot.median <= edge:
             axis.plot([dot.low, dot.high], [place] * 2, color=colour, linewidth=1.2)
             axis.plot([dot.median], [place], mark, color=colour, markersize=5, zorder=3)
-    if beyond:
-        told = ", ".join(f"{x:.1f}" for x in beyond)
-        axis.text(
-            1, place, f"{told} →", transform=axis.get_yaxis_transform(),
-            ha="right", va="center", color=colour, fontsize=_SIZE - 1, zorder=4,
-            bbox={"facecolor": _LIGHT["paper"], "edgecolor": "none", "pad": 0.4},
-        )  # fmt: skip
+    for at, side, told in (
+        (0, "left", f"← {_listed(below, 2)}" if below else ""),
+        (1, "right", f"{_listed(beyond, 1)} →" if beyond else ""),
+    ):
+        if told:
+            axis.text(
+                at, place, told, transform=axis.get_yaxis_transform(),
+                ha=side, va="center", color=colour, fontsize=_SIZE - 1, zorder=4,
+                bbox={"facecolor": _LIGHT["paper"], "edgecolor": "none", "pad": 0.4},
+            )  # fmt: skip
+
+
+def _listed(ratios: "Sequence[float]", digits: int) -> str:
+    return ", ".join(f"{x:.{digits}f}" for x in ratios)
 
 
 # --- others ---------------------------------------------------------------------------

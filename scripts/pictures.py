@@ -32,6 +32,10 @@ CONTENDERS = {
 }
 
 
+# No axis begins below it.
+_LEAST = 0.1
+
+
 class Dot(NamedTuple):
     """A ratio of times with its lowest and highest of all rounds."""
 
@@ -50,15 +54,16 @@ class Panel(NamedTuple):
     title: str
     axis: str
     rows: list[Row]
-    smallest: float
-    largest: float  # ratios beyond are written at the edge
+    smallest: float  # ratios beyond either of these are written at the edge
+    largest: float
     is_one_lane: bool = False  # whether the dots of a row share one line
 
 
 def _whole(title: str, axis: str, rows: list[Row], **more: bool) -> Panel:
     """Return a panel of whole models, as wide as the lowest ratio asks for."""
     lows = [dot.low for _, row in rows for dots in row.values() for dot in dots]
-    smallest = max(x for x in (0.1, 0.2, 0.3, 0.4, 0.5) if x <= min(lows))
+    lowest = min(low for low in lows if low >= _LEAST)
+    smallest = max(x for x in (_LEAST, 0.2, 0.3, 0.4, 0.5) if x <= lowest)
     return Panel(title, axis, rows, smallest, 1.5, **more)
 
 

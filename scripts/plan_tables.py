@@ -305,7 +305,7 @@ def _measure_attention(target: Any) -> Iterator[Entry]:
             built = [each for each in timed if each.time is not None]
             best = min(built, key=lambda each: each.time.median_us)
             # The reference's scores would not fit in memory.
-            found = None if cell.skip_xla else measure_part(graph, options, target)
+            found = measure_part(graph, options, target) if cell.has_xla else None
             yield {
                 "cell": cell.name,
                 "op": graph.nodes[0].kind,
@@ -332,7 +332,7 @@ def _step(cell: Any) -> tuple[Any, ...]:
 
     def step(*xs: jax.Array) -> Any:
         output, pullback = jax.vjp(
-            lambda *xs: jax_cudnn.sdpa(*xs, is_causal=cell.causal), *xs
+            lambda *xs: jax_cudnn.sdpa(*xs, **cell.ours(cell.s)), *xs
         )
         return output, pullback(output)
 

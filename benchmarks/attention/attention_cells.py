@@ -28,6 +28,8 @@ class Workload:
         feature.
       torch: options of PyTorch's attention, likewise.
       tokamax: options of tokamax's, likewise.
+      has_xla: whether XLA's attention of `jax.nn` is a contender, whose scores fit in
+        memory.
       has_bias: whether a learned bias, shared by the batch, is a fourth operand.
       has_sinks: whether a logit for each head, in f32, is the last operand.
       flex: what `flex_attention` takes, given its module and a length.
@@ -49,6 +51,7 @@ class Workload:
     theirs: dict[str, Any] | None = None
     torch: dict[str, Any] | None = None
     tokamax: dict[str, Any] | None = None
+    has_xla: bool = False
     has_bias: bool = False
     has_sinks: bool = False
     flex: Callable[[Any, int], dict[str, Any]] | None = None
@@ -58,6 +61,9 @@ class Workload:
     is_deterministic: bool = False
     has_gradient: bool = True
     is_tuned: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def _bounds(s: int) -> np.ndarray:

@@ -6,10 +6,9 @@
 writes attention_features.json and .md there. Needs an NVIDIA GPU. PyTorch is used where
 it is installed, with its flash and cuDNN attention and compiled `flex_attention`, and
 so is tokamax, with its Mosaic kernels.
-Operands are random bf16; see timing.py for how times are taken. `--only NAME ...`
-chooses workloads by their names, in which `*` stands for any text; the rows of others
-that the file in the folder has are kept. `--no-flex` leaves out what takes long to
-compile.
+Operands are random bf16; see timing.py for how times are taken. `--only REGEX` chooses
+workloads by their names; the rows of others that the file in the folder has are kept.
+`--no-flex` leaves out what takes long to compile.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,93 +26,90 @@ from flax import nnx
 
 import jax_cudnn
 from benchmarks.attention.attention_cells import WORKLOADS, Workload
+from benchmarks.attention.ways import (
+    Program,
+    Way,
+    contenders,
+    programs,
+    torch_kernels,
+)
 from benchmarks.harness import tokamax_side, torch_side
-from benchmarks.harness.page import gpu_of, page, spread, table
-from benchmarks.harness.program import named, parser
-from benchmarks.harness.records import Table
-from benchmarks.harness.timing import Contender, Timing, compare
+from benchmarks.harness.contest import BOTH, FORWARD, program
+from benchmarks.harness.page import FINE_RANGE, Data, Page, Row, table_of
+from benchmarks.harness.program import run_benchmark
+from benchmarks.harness.timing import Contender, compare
 from benchmarks.harness.torch_side import torch
-from jax_cudnn import f8, native, plans
+from jax_cudnn import f8, plans
 from jax_cudnn.flax import make_attention_fn
 
-_OURS, _TUNED, _IN_BF16 = "jax_cudnn", "jax_cudnn tuned", "jax_cudnn bf16"
+OURS, TUNED, _IN_BF16 = "jax_cudnn", "jax_cudnn tuned", "jax_cudnn bf16"
 Attention = Callable[..., Any]
 
 
-def _with_gradients(attention: Attention, cotangent: jax.Array) -> Attention:
-    def run(*arrays: jax.Array) -> Any:
-        output, pullback = jax.vjp(attention, *arrays)
-        return output, pullback(cotangent)
-
-    return run
-
-
-def _operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
-    sizes = (
-        (work.s, work.h, work.d),
-        (work.s, work.k, work.d),
-        (work.s, work.k, work.e or work.d),
-        (work.s, work.h, work.e or work.d),
-    )
-    keys = jax.random.split(jax.random.key(0), len(sizes))
-    arrays = [
-        jax.random.normal(key, (work.b, *size), jnp.bfloat16)
-        for key, size in zip(keys, sizes, strict=True)
+def operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
+    """Return random operands, and the cotangent of the output."""
+    shapes = [
+        (work.b, work.s, work.h, work.d),
+        (work.b, work.s, work.k, work.d),
+        (work.b, work.s, work.k, work.e or work.d),
+        (work.b, work.s, work.h, work.e or work.d),
     ]
-    operands, cotangent = arrays[:3], arrays[3]
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    *arrays, cotangent = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
     if work.has_bias:
         shape = (1, work.h, work.s, work.s)
-        operands.append(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
+        arrays.append(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
     if work.has_sinks:
-        operands.append(jax.random.normal(jax.random.key(1), (work.h,)))
-    return operands, cotangent
+        arrays.append(jax.random.normal(jax.random.key(1), (work.h,)))
+    return arrays, cotangent
 
 
-def _jax_contenders(
-    work: Workload, arrays: list[jax.Array], cotangent: jax.Array, *, gradients: bool
-) -> dict[str, Contender]:
+def functions(work: Workload) -> dict[str, Attention]:
+    """Return the functions of JAX by name, without what is tuned."""
+    is_gpu = jax.default_backend() == "gpu"
     options = work.ours(work.s)
     cudnn = {**options, "implementation": "cudnn"}
-    ways: dict[str, Attention] = {
-        _OURS: functools.partial(
-            _call, _with_sinks if work.has_sinks else jax_cudnn.sdpa, cudnn
-        )
-    }
+    ours = functools.partial(_with_sinks if work.has_sinks else jax_cudnn.sdpa, **cudnn)
+    found: dict[str, Attention] = {OURS: ours}
     if work.is_flaxs:
-        ways = {
-            _OURS: functools.partial(
-                make_attention_fn(implementation="cudnn"), **options
-            ),
-            "Flax": functools.partial(nnx.dot_product_attention, **options),
-        }
+        attention = make_attention_fn(implementation="cudnn")
+        found[OURS] = functools.partial(attention, **options)
+        found["Flax"] = functools.partial(nnx.dot_product_attention, **options)
     if work.is_f8:
-        ways = {_OURS: _in_f8(cudnn), _IN_BF16: ways[_OURS]}
-    if work.theirs is not None and jax.default_backend() == "gpu":
-        theirs = {**work.theirs, "implementation": "cudnn"}
-        ways["jax.nn cudnn"] = functools.partial(
-            _call, jax.nn.dot_product_attention, theirs
+        found = {OURS: _in_f8(cudnn), _IN_BF16: ours}
+    if work.theirs is not None and is_gpu:
+        found["jax.nn cudnn"] = functools.partial(
+            jax.nn.dot_product_attention, **work.theirs, implementation="cudnn"
+        )
+    if work.theirs is not None and work.has_xla:
+        found["jax.nn xla"] = functools.partial(
+            jax.nn.dot_product_attention, **work.theirs, implementation="xla"
         )
     if tokamax_side.tokamax is not None and work.tokamax is not None:
-        ways["tokamax"] = tokamax_side.attention(**work.tokamax)
+        found["tokamax"] = tokamax_side.attention(**work.tokamax)
+    return found
+
+
+def jax_programs(
+    work: Workload, arrays: list[jax.Array], cotangent: jax.Array, what: str
+) -> dict[str, Program]:
+    """Return the compiled programs of JAX by name."""
+    in_f8 = [x.astype(jnp.float8_e4m3fn) for x in arrays] if work.is_f8 else arrays
+    ways = {
+        name: Way(function, in_f8 if name == OURS else arrays)
+        for name, function in functions(work).items()
+    }
+    ours = [OURS, TUNED, _IN_BF16]
+    found = programs(ways, what, [cotangent], ours=ours)
     if work.is_tuned and jax.default_backend() == "gpu":
         # Chosen beside tokamax's kernels, where these are installed.
-        ways[_TUNED] = functools.partial(_call, jax_cudnn.sdpa, options)
-    found: dict[str, Contender] = {}
-    in_f8 = [x.astype(jnp.float8_e4m3fn) for x in arrays] if work.is_f8 else arrays
-    for name, attention in ways.items():
-        given = in_f8 if name == _OURS else arrays
-        function = _with_gradients(attention, cotangent) if gradients else attention
-        if name == "tokamax":
-            compiled = tokamax_side.compiled(name, function, given)
-            if compiled is None:
-                continue
-        else:
-            if name == _TUNED:
-                plans.autotune(function, *given, whole_program=False)
-            compiled = jax.jit(function).lower(*given).compile()
-        found[name] = Contender(
-            call=functools.partial(compiled, *given), wait=jax.block_until_ready
-        )
+        tuned = functools.partial(jax_cudnn.sdpa, **work.ours(work.s))
+        run = program(tuned, what)
+        plans.autotune(run, arrays, [cotangent], whole_program=False)
+        found |= programs({TUNED: Way(tuned, arrays)}, what, [cotangent], ours=ours)
     return found
 
 
@@ -121,11 +117,7 @@ def _in_f8(options: dict[str, Any]) -> Attention:
     """Return attention over operands that stand for themselves, and so does it."""
     names = ("query_scale", "key_scale", "value_scale", "output_scale")
     scales = dict.fromkeys(names, jnp.float32(1))
-    return functools.partial(_call, f8.sdpa, {**options, **scales})
-
-
-def _call(function: Attention, options: dict[str, Any], *arrays: jax.Array) -> Any:
-    return function(*arrays, **options)
+    return functools.partial(f8.sdpa, **options, **scales)
 
 
 def _with_sinks(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
@@ -139,68 +131,71 @@ def _flex_with_sinks(flex: Any, q: Any, k: Any, v: Any, sinks: Any, **mask: Any)
     return (output * share[..., None]).to(output.dtype)
 
 
-def _torch_contenders(
+def torch_contenders(
     work: Workload,
     arrays: list[jax.Array],
     cotangent: jax.Array,
+    what: str,
     *,
-    gradients: bool,
     with_flex: bool,
 ) -> dict[str, Contender]:
+    """Return what PyTorch has for a workload and can run."""
     if torch is None:
         return {}
-    from torch.nn import attention as torch_attention
-
+    has_gradients = what == BOTH
     tensors = [torch_side.from_jax(x).transpose(1, 2) for x in arrays[:3]]
     tensors += [torch_side.from_jax(x) for x in arrays[3:]]
     for tensor in tensors:
-        tensor.requires_grad_(gradients)
+        tensor.requires_grad_(has_gradients)
     q, k, v, *others = tensors
     bias, sinks = (others, []) if work.has_bias else ([], others)
     grad = torch_side.from_jax(cotangent).transpose(1, 2)
     grouped = {"enable_gqa": True} if work.h != work.k else {}
+    attends: dict[str, Callable[[], Any]] = {}
+    if work.torch is not None:
+        names = ["torch cudnn", "torch flash", *(["torch efficient"] if bias else [])]
+        attends |= torch_kernels(names, q, k, v, *bias, **work.torch, **grouped)
+    varlen = torch_side.installed("torch.nn.attention.varlen")
+    if work.varlen is not None and varlen is not None:
+        attends["torch varlen"] = functools.partial(
+            _varlen, varlen.varlen_attn, work, q, k, v
+        )
+    if work.flex is not None and with_flex:
+        attends["torch flex"] = _flex(work, q, k, v, bias, sinks, grouped)
 
     def run(attend: Callable[[], Any]) -> Any:
         with _deterministic() if work.is_deterministic else contextlib.nullcontext():
             output = attend()
-            return torch.autograd.grad(output, tensors, grad) if gradients else output
+            if not has_gradients:
+                return output
+            return torch.autograd.grad(output, tensors, grad)
 
-    def with_backend(backend: Any) -> Any:
-        with torch_attention.sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, *bias, **(work.torch or {}), **grouped
-            )
+    return torch_side.usable(
+        {
+            name: torch_side.contender(functools.partial(run, attend))
+            for name, attend in attends.items()
+        }
+    )
 
-    found: dict[str, Contender] = {}
-    if work.torch is not None:
-        backends = torch_attention.SDPBackend
-        for name, backend in (
-            ("torch cudnn", backends.CUDNN_ATTENTION),
-            ("torch flash", backends.FLASH_ATTENTION),
-            *((("torch efficient", backends.EFFICIENT_ATTENTION),) if bias else ()),
-        ):
-            attend = functools.partial(with_backend, backend)
-            found[name] = torch_side.contender(functools.partial(run, attend))
-    varlen = torch_side.installed("torch.nn.attention.varlen")
-    if work.varlen is not None and varlen is not None:
-        attend = functools.partial(_varlen, varlen.varlen_attn, work, q, k, v)
-        found["torch varlen"] = torch_side.contender(functools.partial(run, attend))
-    if work.flex is not None and with_flex:
-        from torch.nn.attention import flex_attention as flex
 
-        torch_side.forget_compiled()
-        attention = (
-            functools.partial(_flex_with_sinks, flex) if sinks else flex.flex_attention
+def _flex(
+    work: Workload, q: Any, k: Any, v: Any, bias: Any, sinks: Any, grouped: Any
+) -> Callable[[], Any]:
+    """Return PyTorch's compiled `flex_attention`."""
+    from torch.nn.attention import flex_attention as flex
+
+    assert work.flex is not None
+    torch_side.forget_compiled()
+    attention = (
+        functools.partial(_flex_with_sinks, flex) if sinks else flex.flex_attention
+    )
+    options = {**work.flex(flex, work.s), **grouped}
+    if bias:
+        options["score_mod"] = lambda score, b, h, row, column: (
+            score + bias[0][0, h, row, column]
         )
-        compiled = torch.compile(attention, dynamic=False)
-        options = {**work.flex(flex, work.s), **grouped}
-        if bias:
-            options["score_mod"] = lambda score, b, h, row, column: (
-                score + bias[0][0, h, row, column]
-            )
-        attend = functools.partial(compiled, q, k, v, *sinks, **options)
-        found["torch flex"] = torch_side.contender(functools.partial(run, attend))
-    return torch_side.usable(found)
+    compiled = torch.compile(attention, dynamic=False)
+    return functools.partial(compiled, q, k, v, *sinks, **options)
 
 
 @contextlib.contextmanager
@@ -231,41 +226,44 @@ def _varlen(function: Any, work: Workload, *tensors: Any) -> Any:
     return output.transpose(0, 1)[None]
 
 
-def run_workload(work: Workload, *, with_flex: bool) -> list[dict[str, Any]]:
-    """Time a workload, forward and forward with gradients."""
-    rows: list[dict[str, Any]] = []
-    arrays, cotangent = _operands(work)
-    for gradients in (False, True)[: 1 + work.has_gradient]:
-        contenders = {
-            **_jax_contenders(work, arrays, cotangent, gradients=gradients),
-            **_torch_contenders(
-                work, arrays, cotangent, gradients=gradients, with_flex=with_flex
-            ),
-        }
-        builds = native.cache_stats().builds
-        timings = compare(contenders, baseline=_OURS, rounds=7, round_ms=25)
-        assert native.cache_stats().builds == builds, "a plan was built while timing"
-        what = "with gradients" if gradients else "forward"
-        rows += [_row(work, what, name, timing) for name, timing in timings.items()]
+def run_workload(work: Workload, *, with_flex: bool) -> Iterator[Row]:
+    """Time a workload, forward and with gradients; yield a row for each contender."""
+    arrays, cotangent = operands(work)
+    for what in (FORWARD, BOTH)[: 1 + work.has_gradient]:
+        given = work, arrays, cotangent, what
+        made = contenders(jax_programs(*given))
+        made |= torch_contenders(*given, with_flex=with_flex)
+        timings = compare(made, baseline=OURS, rounds=7, round_ms=25)
+        for name, timing in timings.items():
+            yield {
+                "workload": work.name,
+                "size": f"({work.b},{work.s},{work.h}h:{work.k},{work.d})",
+                "what": what,
+                "contender": name,
+                **dataclasses.asdict(timing),
+            }
+        del made
         if torch is not None:
             torch_side.release_memory()
-    return rows
 
 
-def _row(work: Workload, what: str, name: str, timing: Timing) -> dict[str, Any]:
-    size = f"({work.b},{work.s},{work.h}h:{work.k},{work.d})"
-    print(
-        f"{work.name:34s} {what:15s} {name:15s} {timing.median_us:10.1f} us  "
-        f"{timing.ratio:5.3f} ({timing.ratio_low:.3f}-{timing.ratio_high:.3f})",
-        flush=True,
-    )
-    facts = {"workload": work.name, "size": size, "what": what, "contender": name}
-    return {**facts, **dataclasses.asdict(timing)}
+def _cases(*, small: bool) -> list[Workload]:
+    if not small:
+        return list(WORKLOADS)
+    return [
+        dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8) for work in WORKLOADS
+    ]
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report as a table, a line a contender."""
-    lines = [
+def _measure(works: Sequence[Workload], no_flex: bool) -> Iterator[Row]:
+    if tokamax_side.tokamax is not None:
+        plans.add_tokamax()
+    for work in works:
+        yield from run_workload(work, with_flex=not no_flex)
+
+
+def _lines(data: Data) -> list[str]:
+    return [
         "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
         "same run (median, lowest and highest): above 1, the other is slower. All",
         "contenders of a workload and direction take turns in one run. Sizes are",
@@ -278,52 +276,32 @@ def markdown(data: dict[str, Any]) -> str:
         "deterministic algorithms. Where heads share their dropout, `jax_cudnn` is",
         "`jax_cudnn.flax.attention_fn` by cuDNN, and neither is causal.",
         "",
-        *table(
+        *table_of(
+            data["rows"],
             "workload | size | GPU | | contender | >µs | >ratio | range",
-            map(_cells, data["rows"]),
+            "{workload} | {size} | {gpu} | {what} | {contender} | {median_us:.1f} | "
+            "{ratio:.3f} | " + FINE_RANGE,
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="Attention's features",
-        comment="What attention's features take on a GPU, beside other libraries.",
-        command="python -m benchmarks.attention_features",
-        names_gpus=True,
-    )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    labels = [row["workload"], row["size"], gpu_of(row), row["what"], row["contender"]]
-    times = f"{row['median_us']:.1f}", f"{row['ratio']:.3f}", spread(row, digits=3)
-    return [*labels, *times]
-
-
-def main() -> None:
-    """Run the workloads and write the report."""
-    made = parser(__doc__)
-    made.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
-    made.add_argument("--no-flex", action="store_true")
-    made.add_argument("--small", action="store_true", help="try the script on a CPU")
-    options = made.parse_args()
-    if tokamax_side.tokamax is not None:
-        plans.add_tokamax()
-    names = [work.name for work in WORKLOADS]
-    chosen = named(made, WORKLOADS, options.only)
-    rows = Table(
-        folder=options.out,
-        name="attention_features",
-        markdown=markdown,
-        keys=["workload"],
-        order=names,
-    )
-    if len(chosen) == len(names):
-        rows.forget()
-    for work in chosen:
-        if options.small:
-            work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
-        rows.add(*run_workload(work, with_flex=not options.no_flex))
-
+markdown = Page(
+    name="attention_features",
+    title="Attention's features",
+    comment="What attention's features take on a GPU, beside other libraries.",
+    command="python -m benchmarks.attention_features",
+    names_gpus=True,
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        _cases,
+        _measure,
+        markdown,
+        options={"--no-flex": {"action": "store_true"}},
+        keeps="any GPU",
+        keys=["workload"],
+        order=[work.name for work in WORKLOADS],
+    )

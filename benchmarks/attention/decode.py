@@ -5,24 +5,26 @@
 
 writes decode.json and decode.md there. Needs an NVIDIA GPU; PyTorch is used where it is
 installed. Operands are random bf16, all lengths are those of the cells; see timing.py
-for how times are taken. `--only NAME ...` chooses workloads by their names, in which
-`*` stands for any text; the rows of others that decode.json has are kept. With
-`--small`, sizes are small enough to try it on a CPU.
+for how times are taken. `--only REGEX` chooses workloads by their names; the rows of
+others that decode.json has are kept. With `--small`, sizes are small enough to try it
+on a CPU.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_cudnn
+from benchmarks.attention.ways import Way, contenders, programs, torch_kernels
 from benchmarks.harness import torch_side
-from benchmarks.harness.page import gpu_of, last_run_text, ranged, table
-from benchmarks.harness.program import named, parser
-from benchmarks.harness.records import Table
-from benchmarks.harness.timing import Contender, Timing, compare
+from benchmarks.harness.contest import FORWARD
+from benchmarks.harness.page import RANGED, Data, Page, Row, last_run_text, table_of
+from benchmarks.harness.program import run_benchmark
+from benchmarks.harness.timing import Contender, compare
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import masks
 
@@ -52,6 +54,9 @@ class Cell:
         text = f"({self.b},{self.s},{self.h}h:{self.k},{sizes}) t={self.t}"
         text += "" if self.filled == 1 else f" filled to {self.filled:g}"
         return text + (f" window {self.window}" if self.window else "")
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def length(self) -> int:
@@ -97,8 +102,8 @@ _PAGES = (16, 64)
 _OURS = "cached_sdpa"
 
 
-def _programs(cell: Cell) -> dict[str, tuple[Callable[..., Any], list[jax.Array]]]:
-    """Return the ways in JAX by name, with their operands."""
+def _ways(cell: Cell) -> dict[str, Way]:
+    """Return the ways in JAX by name."""
     keys = iter(jax.random.split(jax.random.key(0), 4))
 
     def normal(*shape: int) -> jax.Array:
@@ -108,178 +113,119 @@ def _programs(cell: Cell) -> dict[str, tuple[Callable[..., Any], list[jax.Array]
     caches = [normal(cell.b, cell.t, cell.k, size) for size in cell.columns]
     lengths = jnp.full((cell.b,), cell.length, jnp.int32)
     window = None if cell.window is None else (cell.window, 0)
+    options: dict[str, Any] = {"local_window_size": window, "implementation": "cudnn"}
+
+    def mask_of(lengths: Any) -> masks.Mask:
+        mask = masks.Causal("cache") & masks.Lengths(key=lengths)
+        return mask if window is None else mask & masks.Window(*window, "cache")
 
     def cached(query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
-        return jax_cudnn.cached_sdpa(
-            query, key, value, lengths, local_window_size=window, implementation="cudnn"
-        )
+        return jax_cudnn.cached_sdpa(query, key, value, lengths, **options)
 
-    def paged(
-        query: Any, key: Any, value: Any, lengths: Any, page_table: Any
-    ) -> jax.Array:
-        return jax_cudnn.paged_sdpa(
-            query,
-            key,
-            value,
-            page_table,
-            lengths,
-            local_window_size=window,
-            implementation="cudnn",
-        )
+    def paged(query: Any, key: Any, value: Any, lengths: Any, table: Any) -> jax.Array:
+        return jax_cudnn.paged_sdpa(query, key, value, table, lengths, **options)
 
     def masked(query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
-        mask = masks.Causal("cache") & masks.Lengths(key=lengths)
-        if window is not None:
-            mask = mask & masks.Window(*window, "cache")
+        mask = mask_of(lengths)
         return jax_cudnn.sdpa(query, key, value, mask=mask, implementation="cudnn")
 
-    def theirs(how: Any) -> Callable[..., jax.Array]:
-        def call(query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
-            mask = masks.Causal("cache") & masks.Lengths(key=lengths)
-            if window is not None:
-                mask = mask & masks.Window(*window, "cache")
-            given = mask.arguments(cell.s, cell.t)
-            return jax.nn.dot_product_attention(
-                query, key, value, **given, implementation=how
-            )
-
-        return call
+    def theirs(how: Any, query: Any, key: Any, value: Any, lengths: Any) -> jax.Array:
+        given = mask_of(lengths).arguments(cell.s, cell.t)
+        return jax.nn.dot_product_attention(
+            query, key, value, **given, implementation=how
+        )
 
     dense = [query, *caches, lengths]
-    programs = {_OURS: (cached, dense)}
+    ways = {_OURS: Way(cached, dense)}
     for page in _PAGES:
         each = cell.t // page
         order = jax.random.permutation(jax.random.key(1), cell.b * each)
         table = order.astype(jnp.int32).reshape(cell.b, each)
         pages = [x.reshape(cell.b * each, page, cell.k, -1) for x in caches]
-        programs[f"paged_sdpa, {page}"] = (paged, [query, *pages, lengths, table])
+        ways[f"paged_sdpa, {page}"] = Way(paged, [query, *pages, lengths, table])
     if cell.s > 1 or cell.window:
-        programs["sdpa with a mask"] = (masked, dense)
-    programs["jax.nn xla"] = (theirs("xla"), dense)
-    programs["jax.nn cudnn"] = (theirs("cudnn"), dense)
-    return programs
+        ways["sdpa with a mask"] = Way(masked, dense)
+    for how in ("xla", "cudnn"):
+        ways[f"jax.nn {how}"] = Way(functools.partial(theirs, how), dense)
+    return ways
 
 
 def _torch_contenders(cell: Cell) -> dict[str, Contender]:
     """PyTorch over full caches; its flash attention knows causality for one query."""
-    if (
-        torch is None
-        or cell.filled != 1
-        or cell.window
-        or not torch.cuda.is_available()
-    ):
+    is_there = torch is not None and torch.cuda.is_available()
+    if not is_there or cell.filled != 1 or cell.window:
         return {}
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def normal(tokens: int, heads: int, size: int) -> Any:
         shape = (cell.b, tokens, heads, size)
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
     query = normal(cell.s, cell.h, cell.d)
-    key, value = (normal(cell.t, cell.k, size) for size in cell.columns)
-
-    def attention(backend: Any) -> Any:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, enable_gqa=True
-            )
-
-    backends = {"torch flash": SDPBackend.FLASH_ATTENTION}
-    if cell.s == 1:
-        backends["torch cudnn"] = SDPBackend.CUDNN_ATTENTION
-    contenders = {
-        name: torch_side.contender(lambda backend=backend: attention(backend))
-        for name, backend in backends.items()
-    }
-    return torch_side.usable(contenders)
+    caches = [normal(cell.t, cell.k, size) for size in cell.columns]
+    names = ["torch flash", *(["torch cudnn"] if cell.s == 1 else [])]
+    made = torch_kernels(names, query, *caches, enable_gqa=True)
+    return torch_side.usable({x: torch_side.contender(y) for x, y in made.items()})
 
 
-def run_cell(cell: Cell) -> list[dict[str, Any]]:
-    """Time one cell."""
-    contenders: dict[str, Contender] = {}
-    for name, (function, operands) in _programs(cell).items():
-        try:
-            compiled = jax.jit(function).lower(*operands).compile()
-            jax.block_until_ready(compiled(*operands))
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if name != _OURS:
-                print(f"  {name} cannot run {cell.name}: {str(error).splitlines()[0]}")
-                continue
-            raise
-        contenders[name] = Contender(
-            call=lambda f=compiled, x=operands: f(*x), wait=jax.block_until_ready
-        )
-    contenders |= _torch_contenders(cell)
-    timings = compare(contenders, baseline=_OURS)
-    del contenders
+def run_cell(cell: Cell) -> Iterator[Row]:
+    """Time one cell; yield a row for each contender."""
+    timed = contenders(programs(_ways(cell), FORWARD, ours=[_OURS]))
+    timings = compare({**timed, **_torch_contenders(cell)}, baseline=_OURS)
+    del timed
     if torch is not None:
         torch_side.release_memory()
-    return [_row(cell, name, timing) for name, timing in timings.items()]
+    for name, timing in timings.items():
+        yield {
+            "cell": cell.name,
+            "contender": name,
+            "gigabytes_per_s": round(cell.bytes / timing.median_us / 1e3, 1),
+            **{k: round(v, 3) for k, v in dataclasses.asdict(timing).items()},
+        }
 
 
-def _row(cell: Cell, name: str, timing: Timing) -> dict[str, Any]:
-    return {
-        "cell": cell.name,
-        "contender": name,
-        "gigabytes_per_s": round(cell.bytes / timing.median_us / 1e3, 1),
-        **{k: round(v, 3) for k, v in dataclasses.asdict(timing).items()},
-    }
+def _measure(found: Sequence[Cell]) -> Iterator[Row]:
+    for cell in found:
+        yield from run_cell(cell)
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Times of attention over a cache. -->",
-        "",
-        "# Attention over a cache",
-        "",
-        f"{last_run_text(data['environment'])} Written by `python -m "
-        "benchmarks.decode`.",
-        "",
+def _head(data: Data) -> str:
+    told = last_run_text(data["environment"])
+    return f"{told} Written by `python -m benchmarks.decode`."
+
+
+def _lines(data: Data) -> list[str]:
+    return [
         "Cells are (sequences, queries, query heads:key heads, head size), with the",
         "tokens that a cache has room for; of two head sizes one is that of values.",
         "Ratios are to `cached_sdpa`: the median over rounds, and their range. The",
         "bytes are those of keys and values that have to be read at least. PyTorch",
         "reads full caches without lengths, and without causality for several queries.",
         "",
-        *table(
+        *table_of(
+            data["rows"],
             "workload | GPU | contender | >µs | ratio | >GB/s",
-            (
-                [
-                    *(row["cell"], gpu_of(row), row["contender"]),
-                    *(f"{row['median_us']:.1f}", ranged(row)),
-                    f"{row['gigabytes_per_s']:.0f}",
-                ]
-                for row in data["rows"]
-            ),
+            "{cell} | {gpu} | {contender} | {median_us:.1f} | "
+            + RANGED
+            + " | {gigabytes_per_s:.0f}",
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run the cells that are asked for, and write the report after each."""
-    made = parser(__doc__, out="docs/benchmarks")
-    made.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
-    made.add_argument("--small", action="store_true", help="sizes for a CPU")
-    options = made.parse_args()
-    cells = SMALL if options.small else CELLS
-    names = [cell.name for cell in cells]
-    chosen = named(made, cells, options.only)
-    rows = Table(
-        folder=options.out,
-        name="decode",
-        markdown=markdown,
-        keys=["cell"],
-        order=names,
-    )
-    if len(chosen) == len(cells):
-        rows.forget()
-    for cell in chosen:
-        print(cell.name, flush=True)
-        rows.add(*run_cell(cell))
-
+markdown = Page(
+    name="decode",
+    title="Attention over a cache",
+    comment="Times of attention over a cache.",
+    head=_head,
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        lambda *, small: SMALL if small else CELLS,
+        _measure,
+        markdown,
+        keeps="any GPU",
+        keys=["cell"],
+        order=[cell.name for cell in (*CELLS, *SMALL)],
+    )

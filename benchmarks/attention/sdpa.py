@@ -5,386 +5,172 @@
 
 writes sdpa.json and sdpa.md there. Needs an NVIDIA GPU; PyTorch is used where it is
 installed. Operands are random bf16; see timing.py for how times are taken.
-
-    python -m benchmarks.sdpa --only bias --out docs/internals/measured
-
-times calls with a bias or a mask alone, with and without the array work that keeps rows
-exact which a bias moves far from 0 (jax_cudnn/legalize/attention/far_rows.py), and
-writes sdpa_bias.json and sdpa_bias.md.
 """
 
-import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.harness import torch_side
-from benchmarks.harness.page import spread, table, versions_text
+from benchmarks.attention.attention_cells import Workload
+from benchmarks.attention.attention_features import (
+    functions,
+    jax_programs,
+    operands,
+    torch_contenders,
+)
+from benchmarks.attention.ways import Program, Way, contenders, programs
+from benchmarks.harness.contest import BOTH, FORWARD
+from benchmarks.harness.page import FINE_RANGE, Data, Page, Row, table_of
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
-from benchmarks.harness.torch_side import torch
-from jax_cudnn import native
-from jax_cudnn.config import Implementation
-from jax_cudnn.legalize.attention import masks as sdpa_masks
-from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from jax_cudnn.lowering.decision import forget_decisions
+
+_THEIRS = "jax.nn cudnn"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One workload; axis letters as in jax_cudnn.sdpa."""
-
-    name: str
-    b: int
-    s: int
-    h: int
-    k: int
-    d: int
-    causal: bool
-    has_bias: bool = False
-    # The reference's s*t scores do not fit in memory.
-    skip_xla: bool = False
+def _cell(name: str, b: int, s: int, h: int, k: int, d: int, **more: Any) -> Workload:
+    """Return a workload beside `jax.nn` and PyTorch; it is causal or has a bias."""
+    options = {"is_causal": not more.get("has_bias")}
+    return Workload(
+        name=name, b=b, s=s, h=h, k=k, d=d,
+        ours=lambda _: options, theirs=options, torch=options, **more,
+    )  # fmt: skip
 
 
 CELLS = (
-    Cell(name="(4,4096,16h,128) causal", b=4, s=4096, h=16, k=16, d=128, causal=True),
-    Cell(name="(8,2048,16h,64) causal", b=8, s=2048, h=16, k=16, d=64, causal=True),
-    Cell(
-        name="(8,2048,16h,64) + bias [1,16,2048,2048]",
-        b=8, s=2048, h=16, k=16, d=64, causal=False, has_bias=True,
+    _cell("(4,4096,16h,128) causal", 4, 4096, 16, 16, 128, has_xla=True),
+    _cell("(8,2048,16h,64) causal", 8, 2048, 16, 16, 64, has_xla=True),
+    _cell(
+        "(8,2048,16h,64) + bias [1,16,2048,2048]", 8, 2048, 16, 16, 64, has_xla=True,
+        has_bias=True,
     ),
-    Cell(
-        name="(1,32768,16h,128) causal",
-        b=1, s=32768, h=16, k=16, d=128, causal=True, skip_xla=True,
-    ),
-    Cell(
-        name="(8,4096,32h:8,128) causal", b=8, s=4096, h=32, k=8, d=128, causal=True,
-        skip_xla=True,
-    ),
+    _cell("(1,32768,16h,128) causal", 1, 32768, 16, 16, 128),
+    _cell("(8,4096,32h:8,128) causal", 8, 4096, 32, 8, 128),
 )  # fmt: skip
-F32_CELLS = (
-    Cell(name="(2,1024,8h,64)", b=2, s=1024, h=8, k=8, d=64, causal=False),
-    Cell(name="(4,4096,16h,128) causal", b=4, s=4096, h=16, k=16, d=128, causal=True),
-    Cell(name="(1,16384,8h,64) causal", b=1, s=16384, h=8, k=8, d=64, causal=True),
-)
-# (s, d) of calls with b=8, h=16, and which axes their bias or mask has. The gradient of
-# a bias is asked for where it is "trained".
-BIAS_SIZES = ((1024, 64), (2048, 64), (4096, 64), (4096, 128))
-BIASES = ("b1st", "1hst", "trained 1hst", "11st", "mask b1st")
-SMALL = Cell(name="small", b=1, s=128, h=4, k=4, d=64, causal=True)
-
-Attention = Callable[..., jax.Array]
+# By name, and whether it is causal.
+_F32_CELLS = {
+    "(2,1024,8h,64)": (_cell("", 2, 1024, 8, 8, 64), False),
+    "(4,4096,16h,128) causal": (_cell("", 4, 4096, 16, 16, 128), True),
+    "(1,16384,8h,64) causal": (_cell("", 1, 16384, 8, 8, 64), True),
+}
+_SMALL = _cell("small", 1, 128, 4, 4, 64, has_xla=True)
 
 
-def jax_contenders(cell: Cell) -> dict[str, Attention]:
-    """The ways to attention in JAX, by name."""
-
-    def ours(q: Any, k: Any, v: Any, bias: Any = None) -> jax.Array:
-        return jax_cudnn.sdpa(
-            q, k, v, bias, is_causal=cell.causal, implementation="cudnn"
-        )
-
-    def theirs(how: str) -> Attention:
-        def call(q: Any, k: Any, v: Any, bias: Any = None) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                q, k, v, bias, is_causal=cell.causal, implementation=how
-            )
-
-        return call
-
-    contenders = {"jax_cudnn": ours, "jax.nn cudnn": theirs("cudnn")}
-    if not cell.skip_xla:
-        contenders["jax.nn xla"] = theirs("xla")
-    return contenders
-
-
-def operands(cell: Cell) -> tuple[list[jax.Array], jax.Array]:
-    """Random operands and the cotangent of the output."""
-    keys = iter(jax.random.split(jax.random.key(0), 5))
-
-    def normal(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape, jnp.bfloat16)
-
-    arrays = [
-        normal(cell.b, cell.s, cell.h, cell.d),
-        normal(cell.b, cell.s, cell.k, cell.d),
-        normal(cell.b, cell.s, cell.k, cell.d),
-    ]
-    cotangent = normal(cell.b, cell.s, cell.h, cell.d)
-    if cell.has_bias:
-        arrays.append(normal(1, cell.h, cell.s, cell.s))
-    return arrays, cotangent
-
-
-def _with_gradients(attention: Attention, cotangent: jax.Array) -> Attention:
-    def run(*arrays: jax.Array) -> Any:
-        output, pullback = jax.vjp(attention, *arrays)
-        return output, pullback(cotangent)
-
-    return run
-
-
-def _contender(function: Any, arrays: list[jax.Array]) -> Contender:
-    return Contender(call=lambda: function(*arrays), wait=jax.block_until_ready)
-
-
-def _torch_contenders(cell: Cell, *, gradients: bool) -> dict[str, Contender]:
-    if torch is None or (cell.has_bias and gradients):
-        return {}  # PyTorch has no fast path with a gradient for the mask.
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> Any:
-        return torch.randn(
-            shape, device="cuda", dtype=torch.bfloat16, generator=generator
-        )
-
-    q, k, v, ct = (
-        normal(cell.b, cell.s, heads, cell.d).transpose(1, 2).requires_grad_(gradients)
-        for heads in (cell.h, cell.k, cell.k, cell.h)
-    )
-    bias = normal(1, cell.h, cell.s, cell.s) if cell.has_bias else None
-
-    def attention(backend: Any) -> Any:
-        with sdpa_kernel(backend):
-            output = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, bias, is_causal=cell.causal, enable_gqa=cell.h != cell.k
-            )
-        return torch.autograd.grad(output, (q, k, v), ct) if gradients else output
-
-    backends = {"torch cudnn": SDPBackend.CUDNN_ATTENTION}
-    if not cell.has_bias:
-        backends["torch flash"] = SDPBackend.FLASH_ATTENTION
-    contenders = {
-        name: torch_side.contender(lambda backend=backend: attention(backend))
-        for name, backend in backends.items()
-    }
-    return torch_side.usable(contenders)
-
-
-def run_cell(cell: Cell) -> list[dict[str, Any]]:
+def run_cell(cell: Workload) -> Iterator[Row]:
     """Time one cell, forward and forward with gradients."""
-    rows: list[dict[str, Any]] = []
     arrays, cotangent = operands(cell)
-    for gradients in (False, True):
-        compiled: dict[str, Any] = {}
-        for name, attention in jax_contenders(cell).items():
-            function = _with_gradients(attention, cotangent) if gradients else attention
-            compiled[name] = jax.jit(function).lower(*arrays).compile()
-        contenders = {n: _contender(f, arrays) for n, f in compiled.items()}
-        contenders |= _torch_contenders(cell, gradients=gradients)
-        builds = native.cache_stats().builds
-        timings = compare(contenders, baseline="jax.nn cudnn")
-        assert native.cache_stats().builds == builds, "a plan was built while timing"
-        what = "fwd+bwd" if gradients else "fwd"
-        for name, timing in timings.items():
-            rows.append(_row(f"{cell.name} {what}", name, timing, compiled.get(name)))
-    return rows
+    for what, told in ((FORWARD, "fwd"), (BOTH, "fwd+bwd")):
+        given = cell, arrays, cotangent, what
+        compiled = jax_programs(*given)
+        timed = contenders(compiled) | torch_contenders(*given, with_flex=False)
+        yield from _rows(f"{cell.name} {told}", timed, _THEIRS, compiled)
 
 
-def run_f32(cell: Cell) -> list[dict[str, Any]]:
+def run_f32(name: str, cell: Workload, *, is_causal: bool) -> Iterator[Row]:
     """Time the f32 forward pass: cuDNN's plan against XLA's reference."""
     arrays = [x.astype(jnp.float32) for x in operands(cell)[0]]
-
-    def attention(how: Implementation) -> Attention:
-        return lambda q, k, v: jax_cudnn.sdpa(
-            q, k, v, is_causal=cell.causal, implementation=how
-        )
-
-    names: dict[str, Implementation] = {"jax_cudnn": "cudnn", "jax_cudnn xla": "xla"}
-    compiled = {
-        name: jax.jit(attention(how)).lower(*arrays).compile()
+    attention = functools.partial(jax_cudnn.sdpa, is_causal=is_causal)
+    names = {"jax_cudnn": "cudnn", "jax_cudnn xla": "xla"}
+    ways = {
+        name: Way(functools.partial(attention, implementation=how), arrays)
         for name, how in names.items()
     }
-    contenders = {n: _contender(f, arrays) for n, f in compiled.items()}
-    timings = compare(contenders, baseline="jax_cudnn xla")
-    return [
-        _row(f"{_F32} {cell.name} fwd", name, timing, compiled[name])
-        for name, timing in timings.items()
-    ]
+    compiled = programs(ways, FORWARD, ours=list(names))
+    timed = contenders(compiled)
+    yield from _rows(f"f32 {name} fwd", timed, "jax_cudnn xla", compiled)
 
 
-# Such rows have ratios to XLA: jax.nn's cuDNN does not take f32.
-_F32 = "f32"
-
-
-@contextlib.contextmanager
-def _without_care_for_biases() -> Iterator[None]:
-    """Lower without the array work that keeps rows exact which a bias moves far."""
-    forget_decisions()
-    with (
-        mock.patch.object(legalize_sdpa, "take_far_rows"),
-        mock.patch.object(sdpa_masks, "_raised", lambda bias: bias),
-    ):
-        yield
-    forget_decisions()
-
-
-def run_bias(s: int, d: int, axes: str) -> list[dict[str, Any]]:
-    """Time calls with a bias: what exactness costs, and what rows cost that need it.
-
-    "padded" calls have a bias of -1e9 for the first eighth of the rows, with and
-    without a cotangent there.
-    """
-    b, h = 8, 16
-    arrays, cotangent = operands(Cell(name="", b=b, s=s, h=h, k=h, d=d, causal=False))
-    *kind, letters = axes.split()
-    is_mask, is_trained = kind == ["mask"], kind == ["trained"]
-    sizes = {"1": 1, "b": b, "h": h, "s": s, "t": s}
-    shape = tuple(sizes[axis] for axis in letters)
-    bias = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
-    rows = jnp.arange(s)[:, None] < s // 8
-    extra = bias > -1 if is_mask else bias
-    padded = extra if is_mask else jnp.where(rows, jnp.bfloat16(-1e9), bias)
-
-    def attention(q: Any, k: Any, v: Any, extra: Any) -> jax.Array:
-        both = {"mask": extra} if is_mask else {"bias": extra}
-        return jax_cudnn.sdpa(q, k, v, **both, implementation="cudnn")
-
-    def forward(q: Any, k: Any, v: Any, extra: Any, cotangent: Any) -> jax.Array:
-        del cotangent
-        return attention(q, k, v, extra)
-
-    def gradients(q: Any, k: Any, v: Any, extra: Any, cotangent: Any) -> Any:
-        if is_trained:
-            output, pullback = jax.vjp(attention, q, k, v, extra)
-        else:
-            output, pullback = jax.vjp(lambda *x: attention(*x, extra), q, k, v)
-        return output, pullback(cotangent)
-
-    found: list[dict[str, Any]] = []
-    for what, function in (("fwd", forward), ("fwd+bwd", gradients)):
-
-        def compiled(function: Any = function) -> Any:
-            fresh = jax.jit(lambda *x: function(*x))
-            return fresh.lower(*arrays, extra, cotangent).compile()
-
-        ours = compiled()
-        with _without_care_for_biases():
-            plain = compiled()
-        given = [*arrays, extra, cotangent]
-        programs = {"jax_cudnn": ours, "without": plain}
-        contenders = {n: _contender(f, given) for n, f in programs.items()}
-        if not is_mask and what == "fwd+bwd":
-            hidden = cotangent * ~rows[:, None]
-            for name, pulled in (("padded", hidden), ("padded, read", cotangent)):
-                contenders[name] = _contender(ours, [*arrays, padded, pulled])
-        timings = compare(contenders, baseline="without")
-        found += [
-            _row(f"{_BIAS} ({b},{s},{h}h,{d}) {axes} {what}", n, t, programs.get(n))
-            for n, t in timings.items()
-        ]
-    return found
-
-
-# Such rows have ratios to the same call without care for rows that a bias moves far.
-_BIAS = "bias"
-
-
-def run_host() -> list[dict[str, Any]]:
+def run_host() -> Iterator[Row]:
     """Time what the host does: one small call, and 50 chained in one program."""
-    arrays, _ = operands(SMALL)
-    rows: list[dict[str, Any]] = []
-    single = {
-        name: _contender(jax.jit(attention), arrays)
-        for name, attention in jax_contenders(SMALL).items()
+    arrays, _ = operands(_SMALL)
+
+    def contender(function: Callable[..., Any]) -> Contender:
+        call = functools.partial(jax.jit(function), *arrays)
+        return Contender(call=call, wait=jax.block_until_ready)
+
+    def chained(attention: Callable[..., Any], q: Any, k: Any, v: Any) -> jax.Array:
+        for _ in range(50):
+            q = attention(q, k, v)
+        return q
+
+    every = functions(_SMALL)
+    one = {name: contender(each) for name, each in every.items()}
+    one["add"] = contender(lambda q, k, v: q + k)
+    yield from _rows("host time of one small call", one, _THEIRS)
+    chains = {
+        name: replace(contender(functools.partial(chained, each)), count=50)
+        for name, each in every.items()
     }
-    single["add"] = _contender(jax.jit(lambda q, k, v: q + k), arrays)
-    for name, timing in compare(single, baseline="jax.nn cudnn").items():
-        rows.append(_row("host time of one small call", name, timing, None))
-
-    def chain(attention: Attention) -> Attention:
-        def run(q: Any, k: Any, v: Any) -> jax.Array:
-            for _ in range(50):
-                q = attention(q, k, v)
-            return q
-
-        return run
-
-    chained = {
-        name: _contender(jax.jit(chain(attention)), arrays)
-        for name, attention in jax_contenders(SMALL).items()
-    }
-    for name, timing in compare(chained, baseline="jax.nn cudnn").items():
-        each = dataclasses.replace(timing, median_us=timing.median_us / 50)
-        rows.append(_row("one of 50 chained small calls", name, each, None))
-    return rows
+    yield from _rows("one of 50 chained small calls", chains, _THEIRS)
 
 
-def _row(cell: str, name: str, timing: Timing, compiled: Any) -> dict[str, Any]:
-    peak = None
-    if compiled is not None:
-        memory = compiled.memory_analysis()
-        peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    row = {"cell": cell, "contender": name, **dataclasses.asdict(timing)}
+def _rows(
+    cell: str,
+    timed: dict[str, Contender],
+    baseline: str,
+    compiled: dict[str, Program] | None = None,
+) -> Iterator[Row]:
+    """Time contenders, and yield a row for each, with the memory of programs."""
+    for name, timing in compare(timed, baseline=baseline).items():
+        peak = None
+        if compiled and name in compiled:
+            memory = compiled[name].compiled.memory_analysis()
+            peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        yield _row(cell, name, timing, timed[name].count, peak)
+
+
+def _row(cell: str, name: str, timing: Timing, count: int, peak: int | None) -> Row:
+    row = {"cell": cell, "contender": name, **asdict(timing)}
+    row["median_us"] /= count
     row["temporary_and_output_bytes"] = peak
-    print(
-        f"{cell:52s} {name:13s} {timing.median_us:10.1f} us  "
-        f"{timing.ratio:5.3f} ({timing.ratio_low:.3f}-{timing.ratio_high:.3f})",
-        flush=True,
-    )
+    told = "{cell:52s} {contender:13s} {median_us:10.1f} us {ratio:6.3f} " + FINE_RANGE
+    print(told.format_map(row), flush=True)
     return row
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """The report as a table."""
-    lines = [
-        "# Attention benchmarks",
-        "",
-        "Printed by `python -m benchmarks.sdpa`; do not edit. "
-        + versions_text(data["environment"])
-        + ".",
-        "",
+def _lines(data: Data) -> list[str]:
+    rows: list[Row] = []
+    for row in data["rows"]:
+        peak = row["temporary_and_output_bytes"]
+        rows.append({**row, "memory": "" if peak is None else f"{peak / 1e6:.1f}"})
+    return [
         "Times are medians a call; the ratio is to `jax.nn` with cuDNN, taken round by "
         "round in the same run (median, lowest and highest); in the f32 rows it is to "
-        "XLA, and in the bias rows to the call without the array work that keeps rows "
-        "exact which a bias moves far from 0. Memory is what XLA allocates for "
-        "temporaries and results.",
+        "XLA. Memory is what XLA allocates for temporaries and results.",
         "",
-        *table(
+        *table_of(
+            rows,
             "workload | contender | >µs | >ratio | range | >memory (MB)",
-            map(_cells, data["rows"]),
+            "{cell} | {contender} | {median_us:.1f} | {ratio:.3f} | "
+            + FINE_RANGE
+            + " | {memory}",
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    peak = row["temporary_and_output_bytes"]
-    memory = "" if peak is None else f"{peak / 1e6:.1f}"
-    times = f"{row['median_us']:.1f}", f"{row['ratio']:.3f}", spread(row, digits=3)
-    return [row["cell"], row["contender"], *times, memory]
+markdown = Page(
+    name="sdpa",
+    title="Attention benchmarks",
+    command="python -m benchmarks.sdpa",
+    lines=_lines,
+)
 
 
 def main() -> None:
     """Run all cells and write the report."""
-    made = parser(__doc__, out="docs/benchmarks")
-    made.add_argument("--only", choices=["bias"], help="time these alone")
-    options = made.parse_args()
-    rows: list[dict[str, Any]] = []
-    if options.only is None:
-        rows += run_host()
-        for cell in CELLS:
-            rows += run_cell(cell)
-        for cell in F32_CELLS:
-            rows += run_f32(cell)
-    else:
-        for s, d in BIAS_SIZES:
-            for axes in BIASES:
-                rows += run_bias(s, d, axes)
-    Table(
-        folder=options.out,
-        name="sdpa" if options.only is None else f"sdpa_{options.only}",
-        markdown=markdown,
-        keeps="nothing",
-    ).add(*rows)
+    options = parser(__doc__).parse_args()
+    table = Table(folder=options.out, page=markdown, keeps="nothing")
+    for row in run_host():
+        table.add(row)
+    for cell in CELLS:
+        table.add(*run_cell(cell))
+    for name, (cell, is_causal) in _F32_CELLS.items():
+        table.add(*run_f32(name, cell, is_causal=is_causal))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from benchmarks.harness.contest import (
     measure,
     reason,
 )
-from benchmarks.harness.page import gpu_of, page, ranged, spread, table
+from benchmarks.harness.page import Data, Page, gpu_of, ranged, spread, table
 from benchmarks.harness.records import Table
 from benchmarks.harness.tokamax_side import tokamax
 from benchmarks.harness.torch_side import torch
@@ -33,15 +32,10 @@ from jax_cudnn.choices import Choice, Key
 Rows = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A page and its file of records, both of a name; ``about`` are its own words."""
-
-    name: str
-    command: str
-    title: str
-    comment: str
-    about: Sequence[str]
+def main(doc: str | None, page: Page, cells: Callable[..., Sequence[Cell]]) -> None:
+    """Run cells, which are given whether they are to be ``small``, as options say."""
+    options = parser(doc).parse_args()
+    run(page, cells(small=options.small), options)
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -55,7 +49,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def run(
-    report: Report,
+    page: Page,
     cells: Sequence[Cell],
     options: argparse.Namespace,
     *,
@@ -73,8 +67,7 @@ def run(
     untuned = shipped()
     rows_of_all = Table(
         folder=options.out,
-        name=report.name,
-        markdown=functools.partial(markdown, report),
+        page=page,
         keys=("operation", "size"),
         order=[(cell.operation, cell.size) for cell in cells],
     )
@@ -160,11 +153,15 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{limit} {'met' if round(row['ratio'], 2) <= row['goal'] else 'missed'}"
 
 
-def markdown(report: Report, data: dict[str, Any]) -> str:
-    """Return the report as a page, a line a contender."""
+def page_of(about: Sequence[str], **page: Any) -> Page:
+    """Return a page about cells, given what it says of them first."""
+    return Page(names_gpus=True, lines=functools.partial(_lines, about), **page)
+
+
+def _lines(about: Sequence[str], data: Data) -> list[str]:
     rows = data["rows"]
-    lines = [
-        *report.about,
+    return [
+        *about,
         "",
         "All contenders of a workload and direction take turns in one run, over",
         "several sets of operands, which together are too large for the GPU's cache.",
@@ -183,14 +180,6 @@ def markdown(report: Report, data: dict[str, Any]) -> str:
         "",
         *table(_COLUMNS, map(_cells, rows)),
     ]
-    return page(
-        data,
-        lines,
-        title=report.title,
-        comment=report.comment,
-        command=report.command,
-        names_gpus=True,
-    )
 
 
 _COLUMNS = "workload | size | GPU | | contender | >µs | >ratio | range | >error | goal"

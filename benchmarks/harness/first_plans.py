@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the plans that cuDNN lists first for a graph, and times them."""
-
-import math
-from collections.abc import Iterable
+"""Builds the plans that cuDNN lists first for a graph."""
 
 from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.lowering.devices import local_device
-from jax_cudnn.tuning.stopwatch import PlanStopwatch
 
 
 def first_plans(graph: Graph, most: int, request: str = "") -> list[native.PlanInfo]:
@@ -28,21 +24,3 @@ def first_plans(graph: Graph, most: int, request: str = "") -> list[native.PlanI
         except UnsupportedError:
             continue
     return found
-
-
-def fastest_us(
-    stopwatch: PlanStopwatch, plans: Iterable[native.PlanInfo]
-) -> float | None:
-    """Return the microseconds of the fastest plan, None where none runs.
-
-    Those that do not run are told.
-    """
-    fastest = math.inf
-    for plan in plans:
-        try:
-            time = stopwatch.time(plan, samples=3, enough_us=2 * fastest)
-        except (RuntimeError, MemoryError) as error:
-            print(f"  {plan.name} does not run: {str(error)[:200]}", flush=True)
-        else:
-            fastest = min(fastest, time.median_us)
-    return round(fastest, 2) if fastest < math.inf else None

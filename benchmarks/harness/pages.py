@@ -17,8 +17,6 @@ from types import ModuleType
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _COMMAND = re.compile(r"python -m benchmarks\.(\w+)")
-# Its data are those of an older form of the program.
-_OLDER = ("random_norms",)
 
 
 def printed() -> Iterator[tuple[Path, str]]:
@@ -27,7 +25,7 @@ def printed() -> Iterator[tuple[Path, str]]:
         for page in sorted(folder.glob("*.md")):
             command = _COMMAND.search(page.read_text(encoding="utf-8"))
             data = page.with_suffix(".json")
-            if command and data.exists() and page.stem not in _OLDER:
+            if command and data.exists():
                 found = json.loads(data.read_text(encoding="utf-8"))
                 yield page, _program(command[1]).markdown(found)
 

@@ -2,23 +2,16 @@
 """Runs benchmarks: their options, the cases that are asked for, and their tables."""
 
 import argparse
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from benchmarks.harness.page import Row
-from benchmarks.harness.records import Data, Table
-
-
-class _HasName(Protocol):
-    @property
-    def name(self) -> str: ...
-
+from benchmarks.harness.page import Page, Row
+from benchmarks.harness.records import Table
 
 _Case = TypeVar("_Case")
-_Named = TypeVar("_Named", bound=_HasName)
 
 
 def parser(
@@ -67,51 +60,47 @@ def chosen(cases: Sequence[_Case], options: argparse.Namespace) -> Sequence[_Cas
     return found[part::count]
 
 
-def named(
-    made: argparse.ArgumentParser, cases: Sequence[_Named], patterns: Sequence[str]
-) -> list[_Named]:
-    """Return the cases whose names are like one of the patterns, or end the program."""
-    found = [x for x in cases if any(fnmatchcase(x.name, y) for y in patterns)]
-    if not found:
-        names = [case.name for case in cases]
-        made.error(f"--only {patterns} names no workload; there are {names}")
-    return found
-
-
 def run_benchmark(
     doc: str | None,
     cases: Callable[..., Sequence[Any]],
-    measure: Callable[[Sequence[Any]], Iterator[Row]],
-    markdown: Callable[[Data], str],
+    measure: Callable[..., Iterator[Row | list[Row]]],
+    page: Page,
     *,
-    name: str,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
     **table: Any,
 ) -> None:
     """Take the options, measure the cases, and write both files after each row.
 
+    What ``measure`` yields may be several rows, to be written together.
     ``cases`` is given whether they are to be ``small``, to try the program. Rows stay
     only beside others of the same versions, unless ``table`` has `Table`'s other
     arguments. By default, what was measured is in dicts, and all else says what the row
-    is about.
+    is about. A program's own ``options`` have argparse's arguments; ``measure`` is
+    given their values by name.
     """
     made = parser(doc)
     add_cases(made)
     made.add_argument(
-        "--name", default=name, help="of the files; another one for another cuDNN"
+        "--name", default=page.name, help="of the files; another one for another cuDNN"
     )
-    options = made.parse_args()
-    every = cases(small=options.small)
-    asked = chosen(every, options)
+    more = [made.add_argument(x, **y).dest for x, y in (options or {}).items()]
+    given = made.parse_args()
+    every = cases(small=given.small)
+    asked = chosen(every, given)
     own = Table(
-        folder=options.out,
-        name=options.name,
-        markdown=markdown,
+        folder=given.out,
+        name=given.name,
+        page=page,
         **{"keeps": "these versions", **table},
     )
     if len(asked) == len(every):
         own.forget()
     own.earlier()  # before anything is measured, since it may be refused
-    for row in measure(asked):
-        own.add(row)
-        told = {k: v for k, v in row.items() if not isinstance(v, dict | list)}
-        print(", ".join(map(str, told.values())), flush=True)
+    measure = functools.partial(measure, **{x: getattr(given, x) for x in more})
+    for found in measure(asked):
+        rows = found if isinstance(found, list) else [found]
+        own.add(*rows)
+        for row in rows:
+            told = (x for x in row.values() if not isinstance(x, dict | list))
+            texts = (f"{x:.5g}" if isinstance(x, float) else str(x) for x in told)
+            print(", ".join(texts), flush=True)

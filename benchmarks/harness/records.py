@@ -10,15 +10,14 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.harness.page import Row
+from benchmarks.harness.page import Data, Page, Row
 from benchmarks.harness.versions import environment
 
-Data = dict[str, Any]
 # Which rows of earlier runs stay: those of other keys, of any GPU or of the run's own,
 # only if GPU, JAX and cuDNN are the same (the run fails if not), or none.
 Keeps = Literal["any GPU", "this GPU", "these versions", "nothing"]
@@ -30,8 +29,8 @@ class Table:
     """The rows of a record, and its page.
 
     Attributes:
-      folder: of both files, and ``name`` theirs.
-      markdown: returns the page.
+      folder: of both files.
+      page: the page, and ``name`` that of both files, by default the page's.
       keys: the fields that say what a row is about: new rows replace earlier ones of
         the same. Default: all fields that are no dict.
       order: values of the first keys, by which rows are sorted; others are dropped.
@@ -45,8 +44,8 @@ class Table:
     """
 
     folder: Path
-    name: str
-    markdown: Callable[[Data], str]
+    page: Page
+    name: str = ""
     keys: Sequence[str] = ()
     order: Sequence[Any] | Literal["keys"] = ()
     keeps: Keeps = "any GPU"
@@ -57,7 +56,7 @@ class Table:
     @property
     def file(self) -> Path:
         """The file of the record."""
-        return self.folder / f"{self.name}.json"
+        return self.folder / f"{self.name or self.page.name}.json"
 
     def forget(self) -> None:
         """Drop the rows of earlier runs."""
@@ -106,8 +105,7 @@ class Table:
         """Write both files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_records(self.file, data)
-        text = self.markdown(data)
-        self.file.with_suffix(".md").write_text(text, encoding="utf-8")
+        self.file.with_suffix(".md").write_text(self.page(data), encoding="utf-8")
 
 
 def renewed(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_cudnn import native
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -70,18 +72,24 @@ def alternate(
     """Return microseconds a call, round by round.
 
     Each contender is warmed up first, and its call count chosen then.
+
+    Raises:
+      RuntimeError: a plan of cuDNN's was built meanwhile, which takes long.
     """
     counts: dict[str, int] = {}
     for name, contender in contenders.items():
         _time(contender, min(3, least_calls))
         once = _time(contender, least_calls)
         counts[name] = max(least_calls, min(2000, int(round_ms * 1e3 / once)))
+    builds = native.cache_stats().builds
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             times[name].append(_time(contenders[name], counts[name]))
+    if native.cache_stats().builds != builds:
+        raise RuntimeError("a plan was built while timing")
     for look in _looks:
         look(contenders, times)
     return times

@@ -2,10 +2,8 @@
 """tokamax as a contender, where it is installed: its Mosaic kernels for Hopper GPUs."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from benchmarks.harness.torch_side import installed
 
@@ -38,13 +36,3 @@ def attention(**options: Any) -> Callable[..., Any]:
         )
 
     return call
-
-
-def compiled(name: str, function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    """Return the function compiled for these arrays, or None; says why not."""
-    try:
-        return jax.jit(function).lower(*arrays).compile()
-    except (NotImplementedError, ValueError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"  {name} cannot run this cell: {reason}")
-        return None

@@ -6,14 +6,11 @@
 writes norms.json and norms.md there, forward and with gradients; see contest.py for how
 contenders are checked and timed. `--only REGEX` chooses cells by name and size; those
 that the file in the folder has beside them are kept. `--no-first-plan` leaves out
-cuDNN's first plan, which may take many times as long as the others. `--random 60` draws
-workloads, and writes random_norms.json and .md. `--small` tries the script on a CPU.
+cuDNN's first plan, which may take many times as long as the others. `--small` tries the
+script on a CPU.
 """
 
 import dataclasses
-import functools
-import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +29,6 @@ from benchmarks.harness.contest import (
     Rearrange,
     Way,
 )
-from benchmarks.harness.contest_report import Report
 from benchmarks.harness.operands import Operand
 from benchmarks.harness.torch_side import torch
 
@@ -111,36 +107,6 @@ WORKLOADS = (
     Workload(kind="rms_norm", shape=_TALL, has_residual=True),
     *(Workload(kind="rms_norm", shape=shape) for shape in _OTHERS),
 )
-
-
-def _drawn(count: int) -> list[Workload]:
-    """Return random workloads of a million to 128 million elements."""
-    rng = random.Random(0)
-    kinds = (*("layer_norm", "rms_norm") * 2, "batch_norm", "adaptive_layer_norm")
-    kinds += ("group_norm", "instance_norm")
-    works: list[Workload] = []
-    for i in range(count):
-        kind = kinds[i % len(kinds)]
-        elements = round(2 ** rng.uniform(20, 27))
-        is_image = kind in ("group_norm", "instance_norm", "batch_norm")
-        groups = rng.choice((8, 32))
-        unit = groups if kind == "group_norm" else rng.choice((1, 8, 64, 64))
-        most = 11 if is_image else 14
-        features = unit * max(1, round(2 ** rng.uniform(6, most) / unit))
-        if is_image:
-            side = round(2 ** rng.uniform(2.5, 7))
-            batch = max(1, round(elements / features / side**2))
-            shape: tuple[int, ...] = (batch, side, side, features)
-        elif kind == "adaptive_layer_norm":
-            batch = round(2 ** rng.uniform(0, 6))
-            tokens = max(1, round(elements / features / batch))
-            shape = (batch, tokens, features)
-        else:
-            shape = (max(1, round(elements / features)), features)
-        dtype = rng.choice(("bfloat16", "bfloat16", "float32"))
-        works.append(Workload(kind=kind, shape=shape, groups=groups, dtype=dtype))
-    assert all(math.prod(work.shape) > 0 for work in works)
-    return works
 
 
 # --- the contenders -------------------------------------------------------------------
@@ -289,25 +255,18 @@ def cell(work: Workload) -> Cell:
 # --- the run --------------------------------------------------------------------------
 
 
-def _report(count: int | None) -> Report:
-    of_random = count is not None
-    drawn = f"--random {count} " if of_random else ""
-    folder = "internals/measured" if of_random else "benchmarks"
-    return Report(
-        name="random_norms" if of_random else "norms",
-        command=f"python -m benchmarks.norms {drawn}--out docs/{folder}",
-        title="Norms of random sizes" if of_random else "Norms",
-        comment="What norms take on a GPU, beside XLA's code, PyTorch and tokamax.",
-        about=(
-            "bf16 where no dtype is named, scale and bias too. A batch norm is that",
-            "of training. `xla` is the formula of Flax's layers, by means of x and of",
-            "its square, and `jax_cudnn by xla` what jax_cudnn computes without cuDNN.",
-            "`cudnn` is cuDNN's first plan.",
-        ),
-    )
-
-
-markdown = functools.partial(contest_report.markdown, _report(None))
+markdown = contest_report.page_of(
+    name="norms",
+    command="python -m benchmarks.norms --out docs/benchmarks",
+    title="Norms",
+    comment="What norms take on a GPU, beside XLA's code, PyTorch and tokamax.",
+    about=(
+        "bf16 where no dtype is named, scale and bias too. A batch norm is that",
+        "of training. `xla` is the formula of Flax's layers, by means of x and of",
+        "its square, and `jax_cudnn by xla` what jax_cudnn computes without cuDNN.",
+        "`cudnn` is cuDNN's first plan.",
+    ),
+)
 
 
 def _small(work: Workload) -> Workload:
@@ -323,18 +282,11 @@ def _small(work: Workload) -> Workload:
 def main() -> None:
     """Run the workloads and write the report."""
     parser = contest_report.parser(__doc__)
-    parser.add_argument("--random", type=int, metavar="N", help="draw N workloads")
     parser.add_argument("--no-first-plan", action="store_true")
     options = parser.parse_args()
-    works = WORKLOADS if options.random is None else _drawn(options.random)
-    if options.small:
-        works = [_small(work) for work in works]
-    contest_report.run(
-        _report(options.random),
-        list(map(cell, works)),
-        options,
-        with_first=not options.no_first_plan,
-    )
+    works = map(_small, WORKLOADS) if options.small else WORKLOADS
+    with_first = not options.no_first_plan
+    contest_report.run(markdown, [*map(cell, works)], options, with_first=with_first)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def cells(*, small: bool) -> list[Cell]:
         _reduced("largest of a row", rows * 4, max(8, width // 32), width * 2),
         _reduced("sum of squares of a row", rows, width // 2, width * 2),
         _conv_bn_relu((2, 7, 7, 8) if small else (64, 56, 56, 128)),
-        _max_pool(images),
-        _average_pool(images),
+        max_pool(images),
+        average_pool(images),
         _softmax(rows, width),
     ]
 
@@ -65,6 +65,7 @@ def _of_images(function: Callable[..., Any]) -> Way | None:
 def _pool(
     operation: str,
     shape: tuple[int, ...],
+    dtype: str,
     ours: Callable[..., Any],
     plain: Callable[..., Any],
     by_torch: Callable[..., Any],
@@ -72,14 +73,15 @@ def _pool(
     return Cell(
         operation=operation,
         size=_size(shape),
-        operands=(Operand(shape),),
+        operands=(Operand(shape, dtype=dtype),),
         rivals={XLA: Way(function=plain)},
         ours=lambda: ours,
         torch=_of_images(by_torch),
     )
 
 
-def _max_pool(shape: tuple[int, ...]) -> Cell:
+def max_pool(shape: tuple[int, ...], dtype: str = "bfloat16") -> Cell:
+    """Return pooling of windows that overlap."""
     padding = ((1, 1), (1, 1))
 
     def ours(x: jax.Array) -> jax.Array:
@@ -87,16 +89,16 @@ def _max_pool(shape: tuple[int, ...]) -> Cell:
 
     def plain(x: jax.Array) -> jax.Array:
         around = ((0, 0), *padding, (0, 0))
-        return jax.lax.reduce_window(
-            x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), around
-        )
+        window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, around)
 
-    return _pool(
-        "max pool 3x3/2", shape, ours, plain, lambda x: F.max_pool2d(x, 3, 2, 1)
-    )
+    name = "max pool 3x3/2"
+    return _pool(name, shape, dtype, ours, plain, lambda x: F.max_pool2d(x, 3, 2, 1))
 
 
-def _average_pool(shape: tuple[int, ...]) -> Cell:
+def average_pool(shape: tuple[int, ...], dtype: str = "bfloat16") -> Cell:
+    """Return pooling of windows side by side."""
+
     def ours(x: jax.Array) -> jax.Array:
         return jax_cudnn.avg_pool(x, (2, 2), (2, 2))
 
@@ -104,7 +106,8 @@ def _average_pool(shape: tuple[int, ...]) -> Cell:
         window = (1, 2, 2, 1)
         return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, window, "VALID") / 4
 
-    return _pool("average pool 2x2/2", shape, ours, plain, lambda x: F.avg_pool2d(x, 2))
+    name = "average pool 2x2/2"
+    return _pool(name, shape, dtype, ours, plain, lambda x: F.avg_pool2d(x, 2))
 
 
 def _softmax(rows: int, columns: int) -> Cell:

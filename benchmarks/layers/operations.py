@@ -9,15 +9,11 @@ REGEX` chooses cells by name and size; those that the file in the folder has bes
 are kept. `--small` tries the script on a CPU, where times say nothing.
 """
 
-import functools
-
 from benchmarks.harness import contest_report
-from benchmarks.harness.contest_report import Report
 from benchmarks.layers.operation_cells import cells
 
-_REPORT = Report(
+markdown = contest_report.page_of(
     name="operations",
-    command="python -m benchmarks.operations --out docs/internals/measured",
     title="Pooling, softmax, grouped products and fused functions",
     comment="What operations take on a GPU, beside XLA's code, PyTorch and tokamax.",
     about=(
@@ -30,15 +26,5 @@ _REPORT = Report(
     ),
 )
 
-
-markdown = functools.partial(contest_report.markdown, _REPORT)
-
-
-def main() -> None:
-    """Run the cells and write the report."""
-    options = contest_report.parser(__doc__).parse_args()
-    contest_report.run(_REPORT, cells(small=options.small), options)
-
-
 if __name__ == "__main__":
-    main()
+    contest_report.main(__doc__, markdown, cells)

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import program, torch_side
-from benchmarks.harness.page import gpu_of, page, spread, table
+from benchmarks.harness.page import Data, Page, gpu_of, spread, table
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.models.cudnn_kit import CudnnKit, F8Kit
@@ -173,9 +173,8 @@ def measure(
     return rows
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report as a page."""
-    lines = [
+def _lines(data: Data) -> list[str]:
+    return [
         "Weights are f32, matmuls and convolutions bf16. A training step is forward,",
         "backward and AdamW. Times are medians of rounds in which all contenders take",
         "turns. The ratio is to plain JAX with its best attention, with the lowest and",
@@ -196,14 +195,6 @@ def markdown(data: dict[str, Any]) -> str:
             map(_cells, data["rows"]),
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="Whole models",
-        comment="What whole models take on a GPU, by several packages.",
-        command="python -m benchmarks.models --out docs/benchmarks",
-        names_gpus=True,
-    )
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
@@ -227,8 +218,7 @@ def _part(text: str) -> tuple[int, int]:
 def _table(folder: Path, **more: Any) -> Table:
     return Table(
         folder=folder,
-        name="models",
-        markdown=markdown,
+        page=markdown,
         keys=("model", "what"),
         order=[model.name for model in every()],
         **more,
@@ -241,6 +231,16 @@ def merge(folder: Path, files: Sequence[Path]) -> None:
         data = json.loads(file.read_text(encoding="utf-8"))
         about = {"steps": data["steps"]}
         _table(folder, versions=data["environment"], about=about).add(*data["rows"])
+
+
+markdown = Page(
+    name="models",
+    title="Whole models",
+    comment="What whole models take on a GPU, by several packages.",
+    command="python -m benchmarks.models --out docs/benchmarks",
+    names_gpus=True,
+    lines=_lines,
+)
 
 
 def main() -> None:

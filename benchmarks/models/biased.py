@@ -6,16 +6,13 @@ JAX alone. benchmarks/models/compile_times.py compiles them, too.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.models.zoo import Model, Weights, entropy, square
-
-_Batch = dict[str, np.ndarray]
-
+from benchmarks.models.zoo import Batch, Model, Weights, model, pictures, square
 
 # --- T5 -------------------------------------------------------------------------------
 
@@ -28,6 +25,10 @@ class _Translation:
     vocabulary: int
     context: int
     batch: int
+
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.context}"
 
 
 def _buckets(count: int, *, is_causal: bool) -> np.ndarray:
@@ -85,15 +86,12 @@ def _t5(kit: Any, w: Weights, batch: dict[str, Any], size: _Translation) -> Any:
     return kit.logits(kit.rms_norm(x, w.ones(d)), words)
 
 
-def _pairs_of_text(size: _Translation) -> Callable[[np.random.Generator], _Batch]:
-    def batch(rng: np.random.Generator) -> _Batch:
-        shape = (size.batch, size.context)
-        return {
-            name: rng.integers(0, size.vocabulary, shape, np.int32)
-            for name in ("source", "tokens", "labels")
-        }
-
-    return batch
+def _pairs_of_text(size: _Translation, rng: np.random.Generator) -> Batch:
+    shape = (size.batch, size.context)
+    return {
+        name: rng.integers(0, size.vocabulary, shape, np.int32)
+        for name in ("source", "tokens", "labels")
+    }
 
 
 # --- Swin -----------------------------------------------------------------------------
@@ -108,6 +106,10 @@ class _Windows:
     depths: tuple[int, ...]
     heads: tuple[int, ...]
     classes: int = 1000
+
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.side} x {self.side}"
 
 
 def _window_places(window: int) -> np.ndarray:
@@ -132,53 +134,41 @@ def _same_region(side: int, window: int, shift: int, batch: int) -> np.ndarray:
 def _swin_block(kit: Any, w: Weights, x: Any, *, n: int, h: int, shift: int) -> Any:
     b, side, _, c = x.shape
     s, count = n * n, side // n
-    y = kit.layer_norm(x, w.ones(c), w.zeros(c))
+    y = kit.layer_norm(x, *w.norm(c))
     y = kit.rolled(y, -shift) if shift else y
     y = y.reshape(b, count, n, count, n, c).transpose(0, 1, 3, 2, 4, 5)
     y = y.reshape(b * count * count, s, c)
-    qkv = kit.dense(y, w.product(c, 3 * c), w.zeros(3 * c))
+    qkv = kit.dense(y, *w.layer(c, 3 * c))
     parts = (part.reshape(-1, s, h, c // h) for part in kit.split(qkv, 3))
     places = kit.constant(_window_places(n))
     bias = kit.bias(kit.embed(w.table((2 * n - 1) ** 2, h), places))
     mask = kit.constant(_same_region(side, n, shift, b)) if shift else None
     y = kit.biased_attention(*parts, bias, mask=mask).reshape(-1, s, c)
-    y = kit.dense(y, w.product(c, c), w.zeros(c))
+    y = kit.dense(y, *w.layer(c, c))
     y = y.reshape(b, count, count, n, n, c).transpose(0, 1, 3, 2, 4, 5)
     y = y.reshape(b, side, side, c)
     x = x + (kit.rolled(y, shift) if shift else y)
-    y = kit.layer_norm(x, w.ones(c), w.zeros(c))
-    weights = w.product(c, 4 * c), w.zeros(4 * c), w.product(4 * c, c), w.zeros(c)
-    return kit.mlp(y, *weights, residual=x)
+    y = kit.layer_norm(x, *w.norm(c))
+    return kit.mlp(y, *w.mlp(c), residual=x)
 
 
 def _swin(kit: Any, w: Weights, batch: dict[str, Any], size: _Windows) -> Any:
     c, n = size.widths[0], size.window
-    x = kit.conv(batch["images"], w.filters(4, 4, 3, c), w.zeros(c), 4)
-    x = kit.layer_norm(x, w.ones(c), w.zeros(c))
+    x = kit.conv(batch["images"], *w.window(4, 4, 3, c), 4)
+    x = kit.layer_norm(x, *w.norm(c))
     for stage, (depth, h) in enumerate(zip(size.depths, size.heads, strict=True)):
         if stage:
             b, side, _, c = x.shape
             x = x.reshape(b, side // 2, 2, side // 2, 2, c).transpose(0, 1, 3, 4, 2, 5)
             x = x.reshape(b, side // 2, side // 2, 4 * c)
-            x = kit.layer_norm(x, w.ones(4 * c), w.zeros(4 * c))
+            x = kit.layer_norm(x, *w.norm(4 * c))
             x = kit.dense(x, w.product(4 * c, size.widths[stage]))
         for i in range(depth):
             shift = n // 2 if i % 2 and x.shape[1] > n else 0
             x = _swin_block(kit, w, x, n=n, h=h, shift=shift)
     c = size.widths[-1]
-    x = kit.mean(kit.layer_norm(x, w.ones(c), w.zeros(c)), (1, 2))
-    return kit.dense(x, w.product(c, size.classes), w.zeros(size.classes))
-
-
-def _pictures(size: _Windows) -> Callable[[np.random.Generator], _Batch]:
-    def batch(rng: np.random.Generator) -> _Batch:
-        shape = (size.batch, size.side, size.side, 3)
-        return {
-            "images": rng.standard_normal(shape, np.float32),
-            "labels": rng.integers(0, size.classes, size.batch, np.int32),
-        }
-
-    return batch
+    x = kit.mean(kit.layer_norm(x, *w.norm(c)), (1, 2))
+    return kit.dense(x, *w.layer(c, size.classes))
 
 
 # --- the U-Net of Stable Diffusion 1.5 ------------------------------------------------
@@ -194,19 +184,23 @@ class _Diffusion:
     text: int
     groups: int = 32
 
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.side} x {self.side}"
+
 
 def _residual(
     kit: Any, w: Weights, x: Any, time: Any, to: int, size: _Diffusion
 ) -> Any:
     c = x.shape[-1]
-    y = kit.group_norm(x, w.ones(c), w.zeros(c), size.groups, "silu")
-    y = kit.conv(y, w.filters(3, 3, c, to), w.zeros(to))
-    shift = kit.dense(time, w.product(time.shape[-1], to), w.zeros(to))
+    y = kit.group_norm(x, *w.norm(c), size.groups, "silu")
+    y = kit.conv(y, *w.window(3, 3, c, to))
+    shift = kit.dense(time, *w.layer(time.shape[-1], to))
     y = y + shift[:, None, None]
-    y = kit.group_norm(y, w.ones(to), w.zeros(to), size.groups, "silu")
-    y = kit.conv(y, w.filters(3, 3, to, to), w.zeros(to))
+    y = kit.group_norm(y, *w.norm(to), size.groups, "silu")
+    y = kit.conv(y, *w.window(3, 3, to, to))
     if c != to:
-        x = kit.conv(x, w.filters(1, 1, c, to), w.zeros(to))
+        x = kit.conv(x, *w.window(1, 1, c, to))
     return x + y
 
 
@@ -219,22 +213,22 @@ def _attends(
     k = kit.dense(source, w.product(e, c)).reshape(b, t, h, c // h)
     v = kit.dense(source, w.product(e, c)).reshape(b, t, h, c // h)
     y = kit.attention(q, k, v, is_causal=False).reshape(b, s, c)
-    return kit.dense(y, w.product(c, c), w.zeros(c), residual=residual)
+    return kit.dense(y, *w.layer(c, c), residual=residual)
 
 
 def _transformer(kit: Any, w: Weights, images: Any, text: Any, size: _Diffusion) -> Any:
     b, y, _, c = images.shape
-    x = kit.group_norm(images, w.ones(c), w.zeros(c), size.groups, None)
-    x = kit.dense(x.reshape(b, y * y, c), w.product(c, c), w.zeros(c))
-    z = kit.layer_norm(x, w.ones(c), w.zeros(c))
+    x = kit.group_norm(images, *w.norm(c), size.groups, None)
+    x = kit.dense(x.reshape(b, y * y, c), *w.layer(c, c))
+    z = kit.layer_norm(x, *w.norm(c))
     x = _attends(kit, w, z, z, size, x)
-    z = kit.layer_norm(x, w.ones(c), w.zeros(c))
+    z = kit.layer_norm(x, *w.norm(c))
     x = _attends(kit, w, z, text, size, x)
-    z = kit.layer_norm(x, w.ones(c), w.zeros(c))
-    up = kit.dense(z, w.product(c, 4 * c), w.zeros(4 * c))
-    gate = kit.dense(z, w.product(c, 4 * c), w.zeros(4 * c), "gelu")
-    x = kit.dense(up * gate, w.product(4 * c, c), w.zeros(c), residual=x)
-    x = kit.dense(x, w.product(c, c), w.zeros(c))
+    z = kit.layer_norm(x, *w.norm(c))
+    up = kit.dense(z, *w.layer(c, 4 * c))
+    gate = kit.dense(z, *w.layer(c, 4 * c), "gelu")
+    x = kit.dense(up * gate, *w.layer(4 * c, c), residual=x)
+    x = kit.dense(x, *w.layer(c, c))
     return images + x.reshape(b, y, y, c)
 
 
@@ -248,7 +242,7 @@ def _down(kit: Any, w: Weights, x: Any, time: Any, text: Any, size: _Diffusion) 
                 x = _transformer(kit, w, x, text, size)
             kept.append(x)
         if level < len(size.widths) - 1:
-            x = kit.conv(x, w.filters(3, 3, c, c), w.zeros(c), 2)
+            x = kit.conv(x, *w.window(3, 3, c, c), 2)
             kept.append(x)
     return x, kept
 
@@ -256,9 +250,9 @@ def _down(kit: Any, w: Weights, x: Any, time: Any, text: Any, size: _Diffusion) 
 def _diffusion(kit: Any, w: Weights, batch: dict[str, Any], size: _Diffusion) -> Any:
     first, last = size.widths[0], size.widths[-1]
     text, time = batch["text"], batch["time"]
-    time = kit.dense(time, w.product(first, 4 * first), w.zeros(4 * first), "silu")
-    time = kit.dense(time, w.product(4 * first, 4 * first), w.zeros(4 * first), "silu")
-    x = kit.conv(batch["images"], w.filters(3, 3, 4, first), w.zeros(first))
+    time = kit.dense(time, *w.layer(first, 4 * first), "silu")
+    time = kit.dense(time, *w.layer(4 * first, 4 * first), "silu")
+    x = kit.conv(batch["images"], *w.window(3, 3, 4, first))
     x, kept = _down(kit, w, x, time, text, size)
     x = _residual(kit, w, x, time, last, size)
     x = _transformer(kit, w, x, text, size)
@@ -269,37 +263,22 @@ def _diffusion(kit: Any, w: Weights, batch: dict[str, Any], size: _Diffusion) ->
             if level < len(size.widths) - 1:
                 x = _transformer(kit, w, x, text, size)
         if level:
-            x = kit.conv(kit.doubled(x), w.filters(3, 3, c, c), w.zeros(c))
-    x = kit.group_norm(x, w.ones(first), w.zeros(first), size.groups, "silu")
-    return kit.conv(x, w.filters(3, 3, first, 4), w.zeros(4))
+            x = kit.conv(kit.doubled(x), *w.window(3, 3, c, c))
+    x = kit.group_norm(x, *w.norm(first), size.groups, "silu")
+    return kit.conv(x, *w.window(3, 3, first, 4))
 
 
-def _noise(size: _Diffusion) -> Callable[[np.random.Generator], _Batch]:
-    def batch(rng: np.random.Generator) -> _Batch:
-        shapes: dict[str, Sequence[int]] = {
-            "images": (size.batch, size.side, size.side, 4),
-            "targets": (size.batch, size.side, size.side, 4),
-            "time": (size.batch, size.widths[0]),
-            "text": (size.batch, size.words, size.text),
-        }
-        return {k: rng.standard_normal(v, np.float32) for k, v in shapes.items()}
-
-    return batch
+def _noise(size: _Diffusion, rng: np.random.Generator) -> Batch:
+    shapes: dict[str, Sequence[int]] = {
+        "images": (size.batch, size.side, size.side, 4),
+        "targets": (size.batch, size.side, size.side, 4),
+        "time": (size.batch, size.widths[0]),
+        "text": (size.batch, size.words, size.text),
+    }
+    return {k: rng.standard_normal(v, np.float32) for k, v in shapes.items()}
 
 
 # --- all ------------------------------------------------------------------------------
-
-
-def _unet(name: str, size: _Diffusion, about: str) -> Model:
-    return Model(
-        name=name,
-        about=about,
-        size=f"{size.batch} x {size.side} x {size.side}",
-        batch=_noise(size),
-        output=functools.partial(_diffusion, size=size),
-        loss=square,
-        untuned_only=True,
-    )
 
 
 def biased(*, small: bool = False) -> list[Model]:
@@ -321,25 +300,20 @@ def biased(*, small: bool = False) -> list[Model]:
             depths=(2, 2, 6, 2), heads=(3, 6, 12, 24),
         )  # fmt: skip
     return [
-        Model(
-            name="T5-like",
+        model(
+            "T5-like", t5, _pairs_of_text, _t5, untuned_only=True,
             about="6 + 6 blocks of width 768, a learned bias of relative positions",
-            size=f"{t5.batch} x {t5.context}",
-            batch=_pairs_of_text(t5),
-            output=functools.partial(_t5, size=t5),
-            loss=entropy,
-            untuned_only=True,
         ),
-        Model(
-            name="Swin-like",
+        model(
+            "Swin-like", swin, pictures, _swin, untuned_only=True,
             about="the sizes of Swin-T, windows of 7 x 7 with a learned bias",
-            size=f"{swin.batch} x {swin.side} x {swin.side}",
-            batch=_pictures(swin),
-            output=functools.partial(_swin, size=swin),
-            loss=entropy,
-            untuned_only=True,
         ),
-    ]
+    ]  # fmt: skip
+
+
+_SMALL_UNET = _Diffusion(
+    side=8, batch=2, widths=(16, 32), heads=2, words=5, text=24, groups=4
+)
 
 
 def whole_unet(*, small: bool = False) -> Model:
@@ -347,17 +321,17 @@ def whole_unet(*, small: bool = False) -> Model:
     size = _Diffusion(
         side=64, batch=4, widths=(320, 640, 1280, 1280), heads=8, words=77, text=768
     )
-    about = "the U-Net of Stable Diffusion 1.5"
-    return _unet("SD-1.5-like U-Net", _small_unet if small else size, about)
+    return model(
+        "SD-1.5-like U-Net", _SMALL_UNET if small else size, _noise, _diffusion, square,
+        about="the U-Net of Stable Diffusion 1.5", untuned_only=True,
+    )  # fmt: skip
 
 
 def diffusion(*, small: bool = False) -> Model:
     """Return the two outer levels of the U-Net, where most of its time goes."""
     size = _Diffusion(side=64, batch=8, widths=(320, 640), heads=8, words=77, text=768)
-    about = "the two outer levels of Stable Diffusion 1.5's U-Net, widths 320 and 640"
-    return _unet("diffusion U-Net", _small_unet if small else size, about)
-
-
-_small_unet = _Diffusion(
-    side=8, batch=2, widths=(16, 32), heads=2, words=5, text=24, groups=4
-)
+    return model(
+        "diffusion U-Net", _SMALL_UNET if small else size, _noise, _diffusion, square,
+        about="the two outer levels of Stable Diffusion 1.5's U-Net, widths 320 and "
+        "640", untuned_only=True,
+    )  # fmt: skip

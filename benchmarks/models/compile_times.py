@@ -15,20 +15,19 @@ import argparse
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.page import gpu_of, measured_by, page, table
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
+from benchmarks.harness.page import Data, Page, Row, gpu_of, table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.versions import environment
 from benchmarks.models.biased import biased, whole_unet
 from benchmarks.models.cudnn_kit import CudnnKit
@@ -46,6 +45,20 @@ _LONGEST_S = 200
 def _models(*, small: bool) -> list[Model]:
     every = [*models(small=small), *biased(small=small), whole_unet(small=small)]
     return [model for model in every if model.trains]
+
+
+class _Case(NamedTuple):
+    """A model, and whether it is a small one."""
+
+    model: Model
+    small: bool
+
+    def __str__(self) -> str:
+        return self.model.name
+
+
+def _cases(*, small: bool) -> list[_Case]:
+    return [_Case(model, small) for model in _models(small=small)]
 
 
 # --- in a process of its own ----------------------------------------------------------
@@ -103,7 +116,7 @@ def work(name: str, contender: str, *, small: bool) -> dict[str, Any]:
 
 
 def _ask(name: str, contender: str, *, small: bool) -> dict[str, Any]:
-    flags = ["--work", name, "--by", contender, *(["--small"] if small else [])]
+    flags = ["--work", name, contender, *(["--small"] if small else [])]
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
@@ -121,33 +134,29 @@ def _ask(name: str, contender: str, *, small: bool) -> dict[str, Any]:
     return {**found, "total_s": round(total, 2)}
 
 
-def measure(model: Model, *, small: bool) -> list[dict[str, Any]]:
-    """Return a row for each contender of a model."""
-    rows = [
-        {
-            "model": model.name,
-            "size": model.size,
-            "contender": contender,
-            **_ask(model.name, contender, small=small),
-        }
-        for contender in _KITS
-    ]
-    plain = rows[0]["total_s"]
-    for row in rows:
-        row["ratio"] = round(row["total_s"] / plain, 3)
-        row["meets_goal"] = "ended" not in row and (
-            row["ratio"] <= _RATIO or row["total_s"] <= plain + _MORE_S
-        )
-        took = f"over {_LONGEST_S}" if "ended" in row else f"{row['total_s']:.1f}"
-        print(f"  {row['contender']}: {took} s, {row['ratio']:.2f}", flush=True)
-    return rows
+def _measure(cases: Sequence[_Case]) -> Iterator[Row]:
+    """Yield a row for each contender of each model."""
+    for model, small in cases:
+        plain: float | None = None
+        for contender in _KITS:
+            took = _ask(model.name, contender, small=small)
+            plain = took["total_s"] if plain is None else plain
+            ratio = round(took["total_s"] / plain, 3)
+            is_near = ratio <= _RATIO or took["total_s"] <= plain + _MORE_S
+            yield {
+                "model": model.name,
+                "size": model.size,
+                "contender": contender,
+                **took,
+                "ratio": ratio,
+                "meets_goal": "ended" not in took and is_near,
+            }
 
 
 # --- the page -------------------------------------------------------------------------
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     ours = [row for row in data["rows"] if row["contender"] != next(iter(_KITS))]
     missed = [row["model"] for row in ours if not row["meets_goal"]]
     lines = [
@@ -169,14 +178,7 @@ def markdown(data: dict[str, Any]) -> str:
     every = [model.name for model in _models(small=False)]
     if missing := [name for name in every if name not in measured]:
         lines += ["", f"Not measured: {', '.join(missing)}."]
-    return page(
-        data,
-        lines,
-        title="How long training steps take to compile",
-        comment="How long the training steps of models take to compile.",
-        command=measured_by("compile_times"),
-        names_gpus=True,
-    )
+    return lines
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -188,35 +190,37 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [*named, f"{row['total_s']:.1f}", ratio, *parts, f"{row['characters']:,}"]
 
 
+markdown = Page(
+    name="compile_times",
+    title="How long training steps take to compile",
+    comment="How long the training steps of models take to compile.",
+    names_gpus=True,
+    lines=_lines,
+)
+
+
 def main() -> None:
     """Compile the models and write the page, or do one as another process asks."""
-    made = parser(__doc__)
-    made.add_argument("--only", default="", help="a regular expression of names")
-    made.add_argument("--small", action="store_true", help="try the script on a CPU")
-    made.add_argument("--work", metavar="MODEL", help=argparse.SUPPRESS)
-    made.add_argument("--by", choices=list(_KITS), help=argparse.SUPPRESS)
-    options = made.parse_args()
-    if options.work:
-        print(json.dumps(work(options.work, options.by, small=options.small)))
+    if "--work" in sys.argv:
+        made = argparse.ArgumentParser()
+        made.add_argument("--work", nargs=2)
+        made.add_argument("--small", action="store_true")
+        options = made.parse_args()
+        print(json.dumps(work(*options.work, small=options.small)))
         return
     # The processes need the GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    every = _models(small=options.small)
     cores = len(os.sched_getaffinity(0))  # XLA compiles on all that it may use.
-    rows = Table(
-        folder=options.out,
-        name="compile_times",
-        markdown=markdown,
-        keys=["model"],
-        order=[model.name for model in every],
+    run_benchmark(
+        __doc__,
+        _cases,
+        _measure,
+        markdown,
+        keeps="any GPU",
+        keys=["model", "contender"],
+        order=[(x.name, kit) for x in _models(small=False) for kit in _KITS],
         versions={**environment(), "CPU cores": str(cores)},
     )
-    if not options.only:
-        rows.forget()
-    for model in every:
-        if re.search(options.only, model.name):
-            print(model.name, flush=True)
-            rows.add(*measure(model, small=options.small))
 
 
 if __name__ == "__main__":

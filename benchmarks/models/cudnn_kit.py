@@ -24,7 +24,7 @@ def _gated_mlp(x: Any, gate: Any, up: Any, down: Any, residual: Any) -> jax.Arra
 
 
 class CudnnKit(PlainKit):
-    """The same layers by jax_cudnn, where it has them."""
+    """The same layers by jax_cudnn, where it has them: see `PlainKit`."""
 
     name = "jax_cudnn"
 
@@ -36,35 +36,28 @@ class CudnnKit(PlainKit):
         activation: Any = None,
         residual: Any = None,
     ) -> jax.Array:
-        """Return activation(x w + b), or x w + b + residual."""
         return jax_cudnn.matmul(x, w, bias=b, activation=activation, residual=residual)
 
     def gated(self, x: Any, gate: Any, up: Any, activation: Any = "silu") -> jax.Array:
-        """Return activation(x gate) * (x up)."""
         return jax_cudnn.gated_matmul(x, gate, up, activation=activation)
 
     def branch(self, x: Any, w: Any, b: Any, scale: Any, residual: Any) -> jax.Array:
-        """Return scale (x w + b) + residual, a scale for each example and feature."""
         return jax_cudnn.matmul(
             x, w, bias=b, branch_scale=scale[:, None], residual=residual
         )
 
     def mlp(self, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> jax.Array:
-        """Return gelu(x w + b) v + c, and the residual added where there is one."""
         return _mlp(x, w, b, v, c, residual)
 
     def gated_mlp(
         self, x: Any, gate: Any, up: Any, down: Any, residual: Any
     ) -> jax.Array:
-        """Return (silu(x gate) * (x up)) down + residual."""
         return _gated_mlp(x, gate, up, down, residual)
 
     def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
-        """Return attention."""
         return jax_cudnn.sdpa(q, k, v, is_causal=is_causal)
 
     def self_attention(self, qkv: Any, heads: int, *, is_causal: bool) -> Any:
-        """Return attention, its heads joined, from one array of q, k and v."""
         b, s, d = qkv.shape
         parts = qkv.reshape(b, s, 3, heads, d // 3 // heads)
         output = jax_cudnn.qkv_sdpa(parts, is_causal=is_causal)
@@ -80,15 +73,12 @@ class CudnnKit(PlainKit):
         mask: Any = None,
         is_causal: bool = False,
     ) -> jax.Array:
-        """Return attention with a bias, a mask or neither."""
         return jax_cudnn.sdpa(q, k, v, bias, mask, is_causal=is_causal)
 
     def padded_attention(self, q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        """Return attention to as many keys as each sequence has."""
         return jax_cudnn.sdpa(q, k, v, key_value_seq_lengths=lengths)
 
     def capped_attention(self, q: Any, k: Any, v: Any, cap: float, window: int) -> Any:
-        """Return causal attention to some last keys, its scores capped by tanh."""
         return jax_cudnn.sdpa(
             q, k, v,
             is_causal=True,
@@ -99,35 +89,28 @@ class CudnnKit(PlainKit):
     def experts(
         self, x: Any, router: Any, gate: Any, up: Any, down: Any, count: int
     ) -> jax.Array:
-        """Return a mixture of gated MLPs, of which each row chooses some."""
         return moe.layer(x, router, gate, up, down, top_k=count)[0]
 
     def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
-        """Return attention of a token over caches of some lengths."""
         return jax_cudnn.sdpa(q, k, v, key_value_seq_lengths=lengths)
 
     def layer_norm(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
-        """Return the layer norm over the last axis."""
         return jax_cudnn.layer_norm(x, scale, bias)
 
     def adaptive_norm(self, x: jax.Array, scale: jax.Array, shift: jax.Array) -> Any:
-        """Return the layer norm, times 1 + scale, plus shift, of each example."""
         return jax_cudnn.adaptive_layer_norm(x, 1 + scale, shift)
 
     def group_norm(
         self, x: Any, scale: Any, bias: Any, groups: int, activation: Any
     ) -> Any:
-        """Return activation(group norm of images)."""
         return jax_cudnn.group_norm(
             x, scale, bias, groups=groups, activation=activation
         )
 
     def rms_norm(self, x: jax.Array, scale: jax.Array) -> Any:
-        """Return the RMS norm over the last axis."""
         return jax_cudnn.rms_norm(x, scale)
 
     def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> Any:
-        """Return the batch norm with the statistics of the batch."""
         return jax_cudnn.batch_norm(x, scale, bias, activation=activation)
 
     def conv(
@@ -142,7 +125,6 @@ class CudnnKit(PlainKit):
         is_causal: bool = False,
         activation: Any = None,
     ) -> jax.Array:
-        """Return activation(conv(x, w) + b), causal along the first axis of space."""
         return jax_cudnn.conv(
             x,
             w,
@@ -153,7 +135,6 @@ class CudnnKit(PlainKit):
         )
 
     def max_pool(self, x: jax.Array) -> Any:
-        """Return maxima of 3 x 3, in steps of 2."""
         return jax_cudnn.max_pool(x, (3, 3), (2, 2), [(1, 1), (1, 1)])
 
 
@@ -173,7 +154,6 @@ class F8Kit(CudnnKit):
         activation: Any = None,
         residual: Any = None,
     ) -> jax.Array:
-        """Return activation(x w + b), or x w + b + residual."""
         if any(size % 16 for size in w.shape):
             return super().dense(x, w, b, activation, residual)
         y = f8.dense(x, w, bias=b, activation=activation)
@@ -184,5 +164,4 @@ class F8Kit(CudnnKit):
     def gated_mlp(
         self, x: Any, gate: Any, up: Any, down: Any, residual: Any
     ) -> jax.Array:
-        """Return (silu(x gate) * (x up)) down + residual."""
         return f8.gated_mlp(x, gate, up, down) + residual

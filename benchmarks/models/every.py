@@ -2,7 +2,7 @@
 """All models of the benchmark, in the order of its page."""
 
 from benchmarks.models.biased import biased, diffusion
-from benchmarks.models.images import pictures
+from benchmarks.models.images import images
 from benchmarks.models.sound import sounds
 from benchmarks.models.text import texts
 from benchmarks.models.zoo import Model, models
@@ -14,7 +14,7 @@ def every(*, small: bool = False) -> list[Model]:
         *models(small=small),
         *texts(small=small),
         *biased(small=small),
-        *pictures(small=small),
+        *images(small=small),
         diffusion(small=small),
         *sounds(small=small),
     ]

@@ -10,26 +10,20 @@ GPT-2 small in bf16; on a CPU the tiny size in f32, whose losses mean the same.
 file has of the other is kept.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-
-from benchmarks.harness.page import Row, measured_by, page, table
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
-
-# The example's own modules, as it imports them itself.
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from gpt.layout import choose_layout
 from gpt.settings import SIZES
 from gpt.task import gpt_task
 from language.settings import Settings
 from language.text import batch_of, read_corpus, validation_batches
 from language.training import Trainer
+
+from benchmarks.harness.page import Data, Page, Row, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
 
 _SEEDS = 0, 1
 # The mean of the last losses counts, and is to be within this share of that without f8.
@@ -60,8 +54,7 @@ def train(settings: Settings) -> Row:
     }
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     rows = data["rows"]
     lines = [
         f"The model of examples/train_gpt.py ({data['size']}), {data['steps']} steps",
@@ -94,13 +87,15 @@ def markdown(data: dict[str, Any]) -> str:
     if len(first) == len(_SEEDS):
         between = abs(first[0] / first[1] - 1)
         lines += ["", f"Two seeds without f8 differ by {between:.2%}."]
-    return page(
-        data,
-        lines,
-        title="Training with and without f8",
-        comment="Losses of a GPT trained with and without f8.",
-        command=measured_by("f8_training"),
-    )
+    return lines
+
+
+markdown = Page(
+    name="f8_training",
+    title="Training with and without f8",
+    comment="Losses of a GPT trained with and without f8.",
+    lines=_lines,
+)
 
 
 def main() -> None:
@@ -116,8 +111,7 @@ def main() -> None:
     runs = [(seed, is_f8) for seed in options.seeds for is_f8 in (False, True)]
     found = Table(
         folder=options.out,
-        name="f8_training",
-        markdown=markdown,
+        page=markdown,
         keys=("seed", "f8"),
         order=[(seed, is_f8) for seed in _SEEDS for is_f8 in (False, True)],
         keeps="these versions",

@@ -11,19 +11,18 @@ file in the folder has are kept. (A step that only updates caches in place would
 counted as if it wrote them whole.)
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.page import Data, Page, table
 from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.every import every
 from benchmarks.models.jax_steps import drawn, operations, program
 from benchmarks.models.plain_kit import PlainKit
 from benchmarks.models.zoo import Model
-from benchmarks.xla.xla_code import Compiler, Kernel, start
+from benchmarks.xla.xla_code import Compiler, Kernel, measured
 
 # From NVIDIA's data sheet: bytes and dense bf16 operations a second.
 _RATE, _PEAK = 4.8e12, 989e12
@@ -63,9 +62,8 @@ def _total(found: list[Kernel]) -> int:
     return sum(each.read + each.written for each in found)
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
+def _lines(data: Data) -> list[str]:
+    return [
         "The training steps of [whole models](../../benchmarks/models.md), compiled",
         "for that GPU. No time was measured here.",
         "",
@@ -81,13 +79,6 @@ def markdown(data: dict[str, Any]) -> str:
             map(_cells, data["rows"]),
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="What training steps move",
-        comment="The bytes that the training steps of models move.",
-        command=measured_by("model_bytes"),
-    )
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
@@ -100,21 +91,17 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def main() -> None:
-    """Compile the models and write the page, after each."""
-    trained = [model for model in every() if model.trains]
-    only, compiler, rows = start(
-        __doc__,
-        name="model_bytes",
-        markdown=markdown,
-        keys=["model"],
-        order=[model.name for model in trained],
-    )
-    for model in trained:
-        if re.search(only, model.name):
-            print(model.name, flush=True)
-            rows.add(*measure(compiler, model))
+markdown = Page(
+    name="model_bytes",
+    title="What training steps move",
+    comment="The bytes that the training steps of models move.",
+    lines=_lines,
+)
+
+
+def _cases(*, small: bool) -> list[Model]:
+    return [model for model in every(small=small) if model.trains]
 
 
 if __name__ == "__main__":
-    main()
+    measured(__doc__, _cases, measure, markdown)

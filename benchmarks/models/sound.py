@@ -4,17 +4,12 @@
 They are written over the kits of JAX alone, like those of biased.py.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.models.zoo import Model, Weights, entropy
-
-_Batch = dict[str, np.ndarray]
-
+from benchmarks.models.zoo import Batch, Model, Weights, model
 
 # --- Whisper --------------------------------------------------------------------------
 
@@ -29,54 +24,53 @@ class _Speech:
     context: int
     batch: int
 
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.frames}"
+
 
 def _attended(
     kit: Any, w: Weights, x: Any, source: Any, h: int, *, is_causal: bool = False
 ) -> Any:
     """Return x plus its attention to a source, or to itself where that is None."""
     b, s, d = x.shape
-    y = kit.layer_norm(x, w.ones(d), w.zeros(d))
+    y = kit.layer_norm(x, *w.norm(d))
     source = y if source is None else source
     t = source.shape[1]
-    q = kit.dense(y, w.product(d, d), w.zeros(d)).reshape(b, s, h, d // h)
+    q = kit.dense(y, *w.layer(d, d)).reshape(b, s, h, d // h)
     k = kit.dense(source, w.product(d, d)).reshape(b, t, h, d // h)
-    v = kit.dense(source, w.product(d, d), w.zeros(d)).reshape(b, t, h, d // h)
+    v = kit.dense(source, *w.layer(d, d)).reshape(b, t, h, d // h)
     y = kit.attention(q, k, v, is_causal=is_causal).reshape(b, s, d)
-    return kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
+    return kit.dense(y, *w.layer(d, d), residual=x)
 
 
 def _computed(kit: Any, w: Weights, x: Any) -> Any:
     d = x.shape[-1]
-    y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-    up, down = w.product(d, 4 * d), w.product(4 * d, d)
-    return kit.mlp(y, up, w.zeros(4 * d), down, w.zeros(d), residual=x)
+    y = kit.layer_norm(x, *w.norm(d))
+    return kit.mlp(y, *w.mlp(d), residual=x)
 
 
 def _whisper(kit: Any, w: Weights, batch: dict[str, Any], size: _Speech) -> Any:
     d, h = size.width, size.heads
-    x = kit.conv(batch["sound"], w.filters(3, 80, d), w.zeros(d), activation="gelu")
-    x = kit.conv(x, w.filters(3, d, d), w.zeros(d), 2, activation="gelu")
+    x = kit.conv(batch["sound"], *w.window(3, 80, d), activation="gelu")
+    x = kit.conv(x, *w.window(3, d, d), 2, activation="gelu")
     x = x + w.table(size.frames // 2, d)
     for _ in range(size.layers):
         x = _computed(kit, w, _attended(kit, w, x, None, h))
-    source = kit.layer_norm(x, w.ones(d), w.zeros(d))
+    source = kit.layer_norm(x, *w.norm(d))
     words = w.table(size.vocabulary, d)
     x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
     for _ in range(size.layers):
         x = _attended(kit, w, x, None, h, is_causal=True)
         x = _computed(kit, w, _attended(kit, w, x, source, h))
-    return kit.logits(kit.layer_norm(x, w.ones(d), w.zeros(d)), words)
+    return kit.logits(kit.layer_norm(x, *w.norm(d)), words)
 
 
-def _speech(size: _Speech) -> Callable[[np.random.Generator], _Batch]:
-    def batch(rng: np.random.Generator) -> _Batch:
-        words = rng.integers(
-            0, size.vocabulary, (size.batch, size.context + 1), np.int32
-        )
-        sound = rng.standard_normal((size.batch, size.frames, 80), np.float32)
-        return {"sound": sound, "tokens": words[:, :-1], "labels": words[:, 1:]}
-
-    return batch
+def _speech(size: _Speech, rng: np.random.Generator) -> Batch:
+    shape = (size.batch, size.context + 1)
+    words = rng.integers(0, size.vocabulary, shape, np.int32)
+    sound = rng.standard_normal((size.batch, size.frames, 80), np.float32)
+    return {"sound": sound, "tokens": words[:, :-1], "labels": words[:, 1:]}
 
 
 # --- WaveNet --------------------------------------------------------------------------
@@ -92,34 +86,32 @@ class _Wave:
     samples: int
     batch: int
 
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.samples}"
+
 
 def _wavenet(kit: Any, w: Weights, batch: dict[str, Any], size: _Wave) -> Any:
     c, skipped = size.width, size.skipped
     x = kit.embed(w.table(size.levels, c), batch["samples"])
     total: Any = None
     for dilation in size.dilations * size.stacks:
-        y = kit.conv(
-            x, w.filters(2, c, 2 * c), w.zeros(2 * c), dilation=dilation, is_causal=True
-        )
+        y = kit.conv(x, *w.window(2, c, 2 * c), dilation=dilation, is_causal=True)
         y = kit.gates(y)
-        weights = w.product(c, skipped), w.zeros(skipped)
-        total = kit.dense(y, *weights, residual=total)
-        x = kit.dense(y, w.product(c, c), w.zeros(c), residual=x)
+        total = kit.dense(y, *w.layer(c, skipped), residual=total)
+        x = kit.dense(y, *w.layer(c, c), residual=x)
     y = kit.relu(total)
-    y = kit.dense(y, w.product(skipped, skipped), w.zeros(skipped), "relu")
-    return kit.dense(y, w.product(skipped, size.levels), w.zeros(size.levels))
+    y = kit.dense(y, *w.layer(skipped, skipped), "relu")
+    return kit.dense(y, *w.layer(skipped, size.levels))
 
 
-def _waves(size: _Wave) -> Callable[[np.random.Generator], _Batch]:
-    def batch(rng: np.random.Generator) -> _Batch:
-        # A sum of two tones, so there is to learn.
-        time = np.arange(size.samples + 1) / 16000
-        pitch = rng.uniform(100, 1000, (2, size.batch, 1))
-        waves = np.sin(2 * np.pi * pitch * time).mean(0)
-        levels = ((waves + 1) / 2 * (size.levels - 1)).astype(np.int32)
-        return {"samples": levels[:, :-1], "labels": levels[:, 1:]}
-
-    return batch
+def _waves(size: _Wave, rng: np.random.Generator) -> Batch:
+    # A sum of two tones, so there is to learn.
+    time = np.arange(size.samples + 1) / 16000
+    pitch = rng.uniform(100, 1000, (2, size.batch, 1))
+    waves = np.sin(2 * np.pi * pitch * time).mean(0)
+    levels = ((waves + 1) / 2 * (size.levels - 1)).astype(np.int32)
+    return {"samples": levels[:, :-1], "labels": levels[:, 1:]}
 
 
 # --- all ------------------------------------------------------------------------------
@@ -145,23 +137,13 @@ def sounds(*, small: bool = False) -> list[Model]:
             levels=256, samples=8192, batch=4,
         )  # fmt: skip
     return [
-        Model(
-            name="Whisper-like",
+        model(
+            "Whisper-like", whisper, _speech, _whisper, untuned_only=True,
             about="6 + 6 blocks of width 768 after two convolutions, attention to "
             "1500 frames",
-            size=f"{whisper.batch} x {whisper.frames}",
-            batch=_speech(whisper),
-            output=functools.partial(_whisper, size=whisper),
-            loss=entropy,
-            untuned_only=True,
         ),
-        Model(
-            name="WaveNet",
+        model(
+            "WaveNet", wavenet, _waves, _wavenet, untuned_only=True,
             about="20 dilated causal convolutions of width 128, gated",
-            size=f"{wavenet.batch} x {wavenet.samples}",
-            batch=_waves(wavenet),
-            output=functools.partial(_wavenet, size=wavenet),
-            loss=entropy,
-            untuned_only=True,
         ),
-    ]
+    ]  # fmt: skip

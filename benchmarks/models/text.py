@@ -4,16 +4,12 @@
 They are written over the kits of JAX alone, like those of biased.py.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.models.zoo import Model, Weights, angles, entropy, rotated
-
-_Batch = dict[str, np.ndarray]
+from benchmarks.models.zoo import Batch, Model, Weights, angles, model, rotated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,40 +36,34 @@ def _bert(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
     d, h = size.width, size.heads
     words = w.table(size.vocabulary, d)
     x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
-    x = kit.layer_norm(x, w.ones(d), w.zeros(d))
+    x = kit.layer_norm(x, *w.norm(d))
     b, s = x.shape[:2]
     for _ in range(size.layers):
         q, k, v = (
-            kit.dense(x, w.product(d, d), w.zeros(d)).reshape(b, s, h, d // h)
-            for _ in range(3)
+            kit.dense(x, *w.layer(d, d)).reshape(b, s, h, d // h) for _ in range(3)
         )
         y = kit.padded_attention(q, k, v, batch["lengths"]).reshape(b, s, d)
-        x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
-        x = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        up, down = w.product(d, size.inner), w.product(size.inner, d)
-        x = kit.mlp(x, up, w.zeros(size.inner), down, w.zeros(d), residual=x)
-        x = kit.layer_norm(x, w.ones(d), w.zeros(d))
+        x = kit.dense(y, *w.layer(d, d), residual=x)
+        x = kit.layer_norm(x, *w.norm(d))
+        x = kit.mlp(x, *w.mlp(d, size.inner), residual=x)
+        x = kit.layer_norm(x, *w.norm(d))
     x = kit.rows(x, batch["places"])
-    x = kit.dense(x, w.product(d, d), w.zeros(d), "gelu")
-    return kit.logits(kit.layer_norm(x, w.ones(d), w.zeros(d)), words)
+    x = kit.dense(x, *w.layer(d, d), "gelu")
+    return kit.logits(kit.layer_norm(x, *w.norm(d)), words)
 
 
-def _masked_text(size: _Text) -> Callable[[np.random.Generator], _Batch]:
+def _masked_text(size: _Text, rng: np.random.Generator) -> Batch:
     """Return sequences of many lengths, of which 15 % of the words are to be found."""
-
-    def batch(rng: np.random.Generator) -> _Batch:
-        lengths = rng.integers(size.context // 4, size.context + 1, size.batch)
-        hidden = max(1, 15 * size.context // 100)
-        places = np.sort(rng.random((size.batch, hidden)) * lengths[:, None])
-        shape = (size.batch, size.context)
-        return {
-            "tokens": rng.integers(0, size.vocabulary, shape, np.int32),
-            "lengths": lengths.astype(np.int32),
-            "places": places.astype(np.int32),
-            "labels": rng.integers(0, size.vocabulary, (size.batch, hidden), np.int32),
-        }
-
-    return batch
+    lengths = rng.integers(size.context // 4, size.context + 1, size.batch)
+    hidden = max(1, 15 * size.context // 100)
+    places = np.sort(rng.random((size.batch, hidden)) * lengths[:, None])
+    shape = (size.batch, size.context)
+    return {
+        "tokens": rng.integers(0, size.vocabulary, shape, np.int32),
+        "lengths": lengths.astype(np.int32),
+        "places": places.astype(np.int32),
+        "labels": rng.integers(0, size.vocabulary, (size.batch, hidden), np.int32),
+    }
 
 
 # --- Gemma 2 and Mixtral --------------------------------------------------------------
@@ -126,13 +116,10 @@ def _mixtral(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
     return kit.logits(kit.rms_norm(x, w.ones(d)), words)
 
 
-def _next_words(size: _Text) -> Callable[[np.random.Generator], _Batch]:
-    def batch(rng: np.random.Generator) -> _Batch:
-        shape = (size.batch, size.context + 1)
-        words = rng.integers(0, size.vocabulary, shape, np.int32)
-        return {"tokens": words[:, :-1], "labels": words[:, 1:]}
-
-    return batch
+def _next_words(size: _Text, rng: np.random.Generator) -> Batch:
+    shape = (size.batch, size.context + 1)
+    words = rng.integers(0, size.vocabulary, shape, np.int32)
+    return {"tokens": words[:, :-1], "labels": words[:, 1:]}
 
 
 # --- all ------------------------------------------------------------------------------
@@ -159,33 +146,18 @@ def texts(*, small: bool = False) -> list[Model]:
             vocabulary=32000, context=2048, batch=8,
         )  # fmt: skip
     return [
-        Model(
-            name="BERT-base",
+        model(
+            "BERT-base", bert, _masked_text, _bert, untuned_only=True,
             about="12 blocks of width 768, norms after residuals, padding by lengths",
-            size=bert.told,
-            batch=_masked_text(bert),
-            output=functools.partial(_bert, size=bert),
-            loss=entropy,
-            untuned_only=True,
         ),
-        Model(
-            name="Gemma-2-like",
+        model(
+            "Gemma-2-like", gemma, _next_words, _gemma, untuned_only=True,
             about="4 blocks of width 2304 with 8 query and 4 key heads of 256, "
             "scores capped by tanh, half of them with a window of 4096",
-            size=gemma.told,
-            batch=_next_words(gemma),
-            output=functools.partial(_gemma, size=gemma),
-            loss=entropy,
-            untuned_only=True,
         ),
-        Model(
-            name="Mixtral-like",
+        model(
+            "Mixtral-like", mixtral, _next_words, _mixtral, untuned_only=True,
             about="2 blocks of width 2048, in which 2 of 8 experts of 2048 x 5632 "
             "take each token",
-            size=mixtral.told,
-            batch=_next_words(mixtral),
-            output=functools.partial(_mixtral, size=mixtral),
-            loss=entropy,
-            untuned_only=True,
         ),
-    ]
+    ]  # fmt: skip

@@ -26,7 +26,7 @@ def _activated(x: Any, activation: Any) -> Any:
 
 
 class TorchKit(Composed):
-    """Layers as a user of PyTorch writes them.
+    """Layers as a user of PyTorch writes them: `PlainKit` says what each returns.
 
     Images are views with the channels second, which are last in memory. They stay so
     from one convolution to the next: torch.compile is misled by views in between.
@@ -39,7 +39,6 @@ class TorchKit(Composed):
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def stored(self, x: np.ndarray, kind: Kind) -> Any:
-        """Return a weight as the kit stores it."""
         tensor = torch.tensor(x, device=self._device)
         if kind == "product":
             return tensor.T.contiguous()
@@ -50,11 +49,9 @@ class TorchKit(Composed):
         return tensor
 
     def weight(self, x: Any) -> Any:
-        """Return a weight as products take it."""
         return x.to(torch.bfloat16)
 
     def operand(self, x: np.ndarray) -> Any:
-        """Return an array of the batch as the model takes it."""
         tensor = torch.tensor(x, device=self._device)
         return (
             tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor.long()
@@ -65,47 +62,36 @@ class TorchKit(Composed):
         return torch.as_tensor(x, device=self._device).to(torch.bfloat16)
 
     def embed(self, table: Any, tokens: Any) -> Any:
-        """Return the rows of a table."""
         return F.embedding(tokens, table)
 
     def logits(self, x: Any, table: Any) -> Any:
-        """Return products with all rows of a table."""
         return F.linear(x, table)
 
     def split(self, x: Any, count: int) -> Sequence[Any]:
-        """Return equal parts of the last axis."""
         return x.chunk(count, -1)
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Join arrays along the last axis."""
         return torch.cat(list(parts), -1)
 
     def mean(self, x: Any, axes: tuple[int, ...]) -> Any:
-        """Return means."""
         return x.mean(axes)
 
     def relu(self, x: Any) -> Any:
-        """Return max(x, 0)."""
         return F.relu(x)
 
     def images(self, x: Any) -> Any:
-        """Return images, channels last, as the kit's convolutions take them."""
         return x.permute(0, x.ndim - 1, *range(1, x.ndim - 1))
 
     def pixels(self, x: Any) -> Any:
-        """Return what a convolution gave with the channels last."""
         return x.permute(0, *range(2, x.ndim), 1)
 
     def channels(self, x: Any) -> int:
-        """Return the number of channels of what a convolution gave."""
         return x.shape[1]
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """Join the channels of what convolutions gave."""
         return torch.cat(list(parts), 1)
 
     def doubled(self, x: Any) -> Any:
-        """Repeat each element of space."""
         return F.interpolate(x, scale_factor=2, mode="nearest")
 
     def dense(
@@ -116,7 +102,6 @@ class TorchKit(Composed):
         activation: Any = None,
         residual: Any = None,
     ) -> Any:
-        """Return activation(x w + b), or x w + b + residual."""
         y = _activated(F.linear(x, w, b), activation)
         return y if residual is None else y + residual
 
@@ -125,7 +110,6 @@ class TorchKit(Composed):
         return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
     def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> Any:
-        """Return attention."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(
@@ -144,15 +128,12 @@ class TorchKit(Composed):
         return self.attention(q, k, v, is_causal=False)
 
     def layer_norm(self, x: Any, scale: Any, bias: Any) -> Any:
-        """Return the layer norm over the last axis."""
         return F.layer_norm(x, x.shape[-1:], scale, bias, 1e-6)
 
     def rms_norm(self, x: Any, scale: Any) -> Any:
-        """Return the RMS norm over the last axis."""
         return F.rms_norm(x, x.shape[-1:], scale, 1e-6)
 
     def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> Any:
-        """Return the batch norm with the statistics of the batch."""
         y = F.batch_norm(x, None, None, scale, bias, training=True)
         return _activated(y, activation)
 
@@ -166,21 +147,17 @@ class TorchKit(Composed):
         groups: int = 1,
         activation: Any = None,
     ) -> Any:
-        """Return activation(conv(x, w) + b)."""
         convolve = F.conv2d if x.ndim == 4 else F.conv3d
         pad = [(k - 1) // 2 if k % 2 else 0 for k in w.shape[2:]]
         return _activated(convolve(x, w, b, step, pad, 1, groups), activation)
 
     def max_pool(self, x: Any) -> Any:
-        """Return maxima of 3 x 3, in steps of 2."""
         return F.max_pool2d(x, 3, 2, 1)
 
     def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """Return the mean cross entropy, in nats."""
         return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
     def mean_square(self, x: Any, y: Any) -> Any:
-        """Return the mean of squares of differences."""
         return F.mse_loss(x.float(), y.float())
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 Shape = tuple[int, ...]
+Batch = dict[str, np.ndarray]
 # How a package stores a weight: kits have their own layouts of products and filters.
 Kind = Literal["product", "filter", "plain"]
 
@@ -53,6 +54,23 @@ class Weights:
     def zeros(self, *shape: int) -> Any:
         """Return a bias."""
         return self._next(shape, "plain", 0.0)
+
+    def layer(self, *shape: int) -> tuple[Any, Any]:
+        """Return the matrix of a product, and the bias after it."""
+        return self.product(*shape), self.zeros(shape[-1])
+
+    def window(self, *shape: int) -> tuple[Any, Any]:
+        """Return the filters of a convolution, and the bias after it."""
+        return self.filters(*shape), self.zeros(shape[-1])
+
+    def norm(self, features: int) -> tuple[Any, Any]:
+        """Return the factor and the bias of a norm."""
+        return self.ones(features), self.zeros(features)
+
+    def mlp(self, d: int, inner: int = 0) -> tuple[Any, ...]:
+        """Return both layers of an MLP, by default with 4 d features between them."""
+        inner = inner or 4 * d
+        return *self.layer(d, inner), *self.layer(inner, d)
 
     def _next(self, shape: Shape, kind: Kind, spread: float, mean: float = 0.0) -> Any:
         if self._given is not None:
@@ -117,7 +135,7 @@ class Model:
 
     name: str
     size: str
-    batch: Callable[[np.random.Generator], dict[str, np.ndarray]]
+    batch: Callable[[np.random.Generator], Batch]
     output: Callable[[Any, Weights, dict[str, Any]], Any]
     loss: Callable[[Any, Any, dict[str, Any]], Any] | None = None
     carried: tuple[str, ...] = ()
@@ -126,10 +144,32 @@ class Model:
     untuned_only: bool = False
     about: str = ""
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def trains(self) -> bool:
         """Whether it can be trained."""
         return self.loss is not None
+
+
+def model(
+    name: str,
+    size: Any,
+    batch: Callable[[Any, np.random.Generator], Batch],
+    output: Callable[..., Any],
+    loss: Callable[[Any, Any, dict[str, Any]], Any] | None = None,
+    **more: Any,
+) -> Model:
+    """Return a model, given functions of its sizes; by default it learns labels."""
+    return Model(
+        name=name,
+        size=size.told,
+        batch=functools.partial(batch, size),
+        output=functools.partial(output, size=size),
+        loss=loss or entropy,
+        **more,
+    )
 
 
 def entropy(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
@@ -156,9 +196,9 @@ class _Language:
     context: int
     batch: int
 
-
-def _mlp_weights(w: Weights, d: int) -> tuple[Any, ...]:
-    return w.product(d, 4 * d), w.zeros(4 * d), w.product(4 * d, d), w.zeros(d)
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.context}"
 
 
 def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
@@ -166,13 +206,13 @@ def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     words = w.table(size.vocabulary, d)
     x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
     for _ in range(size.layers):
-        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        qkv = kit.dense(y, w.product(d, 3 * d), w.zeros(3 * d))
+        y = kit.layer_norm(x, *w.norm(d))
+        qkv = kit.dense(y, *w.layer(d, 3 * d))
         y = kit.self_attention(qkv, h, is_causal=True)
-        x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
-        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        x = kit.mlp(y, *_mlp_weights(w, d), residual=x)
-    x = kit.layer_norm(x, w.ones(d), w.zeros(d))
+        x = kit.dense(y, *w.layer(d, d), residual=x)
+        y = kit.layer_norm(x, *w.norm(d))
+        x = kit.mlp(y, *w.mlp(d), residual=x)
+    x = kit.layer_norm(x, *w.norm(d))
     return kit.logits(x, words)
 
 
@@ -221,28 +261,22 @@ def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     return (logits, carried) if is_step else logits
 
 
-def _text(size: _Language) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
-    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        # Squares of uniform numbers: some words are frequent, so there is to learn.
-        drawn = rng.random((size.batch, size.context + 1)) ** 2
-        words = (drawn * size.vocabulary).astype(np.int32)
-        return {"tokens": words[:, :-1], "labels": words[:, 1:]}
-
-    return batch
+def _text(size: _Language, rng: np.random.Generator) -> Batch:
+    # Squares of uniform numbers: some words are frequent, so there is to learn.
+    drawn = rng.random((size.batch, size.context + 1)) ** 2
+    words = (drawn * size.vocabulary).astype(np.int32)
+    return {"tokens": words[:, :-1], "labels": words[:, 1:]}
 
 
-def _cache(size: _Language) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
-    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        n = size.width // size.heads
-        shape = (size.batch, size.context, size.key_heads, n)
-        caches = {name: rng.standard_normal(shape, np.float32) for name in _names(size)}
-        return {
-            "tokens": rng.integers(0, size.vocabulary, (size.batch, 1), np.int32),
-            "lengths": np.full(size.batch, size.context, np.int32),
-            **caches,
-        }
-
-    return batch
+def _cache(size: _Language, rng: np.random.Generator) -> Batch:
+    n = size.width // size.heads
+    shape = (size.batch, size.context, size.key_heads, n)
+    caches = {name: rng.standard_normal(shape, np.float32) for name in _names(size)}
+    return {
+        "tokens": rng.integers(0, size.vocabulary, (size.batch, 1), np.int32),
+        "lengths": np.full(size.batch, size.context, np.int32),
+        **caches,
+    }
 
 
 def _names(size: _Language) -> tuple[str, ...]:
@@ -255,7 +289,9 @@ def _names(size: _Language) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Images:
+class Images:
+    """The sizes of a model of images."""
+
     side: int
     batch: int
     widths: tuple[int, ...]
@@ -263,54 +299,59 @@ class _Images:
     heads: int = 12
     classes: int = 1000
 
+    @property
+    def told(self) -> str:
+        """The batch, on the page."""
+        return f"{self.batch} x {self.side} x {self.side}"
 
-def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
+
+def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
     (d,), (layers,), h, patch = size.widths, size.depths, size.heads, 16
     images = kit.images(batch["images"])
-    x = kit.conv(images, w.filters(patch, patch, 3, d), w.zeros(d), patch)
+    x = kit.conv(images, *w.window(patch, patch, 3, d), patch)
     x = kit.pixels(x)
     b, count = x.shape[0], (size.side // patch) ** 2
     x = x.reshape(b, count, d) + w.table(count, d)
     for _ in range(layers):
-        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        qkv = kit.dense(y, w.product(d, 3 * d), w.zeros(3 * d))
+        y = kit.layer_norm(x, *w.norm(d))
+        qkv = kit.dense(y, *w.layer(d, 3 * d))
         y = kit.self_attention(qkv, h, is_causal=False)
-        x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
-        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        x = kit.mlp(y, *_mlp_weights(w, d), residual=x)
-    x = kit.layer_norm(kit.mean(x, (1,)), w.ones(d), w.zeros(d))
-    return kit.dense(x, w.product(d, size.classes), w.zeros(size.classes))
+        x = kit.dense(y, *w.layer(d, d), residual=x)
+        y = kit.layer_norm(x, *w.norm(d))
+        x = kit.mlp(y, *w.mlp(d), residual=x)
+    x = kit.layer_norm(kit.mean(x, (1,)), *w.norm(d))
+    return kit.dense(x, *w.layer(d, size.classes))
 
 
-def _convnext(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
+def _convnext(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
     x = batch["images"]
     before = 3
     for stage, (c, depth) in enumerate(zip(size.widths, size.depths, strict=True)):
         step = 2 if stage else 4
         if stage:
-            x = kit.layer_norm(x, w.ones(before), w.zeros(before))
+            x = kit.layer_norm(x, *w.norm(before))
         filters = w.filters(step, step, before, c)
         x = kit.pixels(kit.conv(kit.images(x), filters, w.zeros(c), step))
         if not stage:
-            x = kit.layer_norm(x, w.ones(c), w.zeros(c))
+            x = kit.layer_norm(x, *w.norm(c))
         for _ in range(depth):
             filters = w.filters(7, 7, 1, c)
             y = kit.conv(kit.images(x), filters, w.zeros(c), groups=c)
-            y = kit.layer_norm(kit.pixels(y), w.ones(c), w.zeros(c))
-            y = kit.mlp(y, *_mlp_weights(w, c), residual=None)
+            y = kit.layer_norm(kit.pixels(y), *w.norm(c))
+            y = kit.mlp(y, *w.mlp(c), residual=None)
             x = x + y * w.ones(c, times=0.1)
         before = c
-    x = kit.layer_norm(kit.mean(x, (1, 2)), w.ones(before), w.zeros(before))
-    return kit.dense(x, w.product(before, size.classes), w.zeros(size.classes))
+    x = kit.layer_norm(kit.mean(x, (1, 2)), *w.norm(before))
+    return kit.dense(x, *w.layer(before, size.classes))
 
 
-def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
+def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
     def unit(
         x: Any, side: int, to: int, step: int = 1, activation: Any = "relu"
     ) -> Any:
         filters = w.filters(side, side, kit.channels(x), to)
         y = kit.conv(x, filters, None, step)
-        return kit.batch_norm(y, w.ones(to), w.zeros(to), activation)
+        return kit.batch_norm(y, *w.norm(to), activation)
 
     x = unit(kit.images(batch["images"]), 7, 64, 2)
     x = kit.max_pool(x)
@@ -323,24 +364,35 @@ def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
                 x = unit(x, 1, 4 * c, step, activation=None)
             x = kit.relu(x + y)
     x, c = kit.mean(kit.pixels(x), (1, 2)), 4 * size.widths[-1]
-    return kit.dense(x, w.product(c, size.classes), w.zeros(size.classes))
+    return kit.dense(x, *w.layer(c, size.classes))
 
 
-def _pictures(size: _Images) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
-    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        shape = (size.batch, size.side, size.side, 3)
-        return {
-            "images": rng.standard_normal(shape, np.float32),
-            "labels": rng.integers(0, size.classes, size.batch, np.int32),
-        }
-
-    return batch
+def pictures(size: Any, rng: np.random.Generator) -> Batch:
+    """Return images and their classes."""
+    shape = (size.batch, size.side, size.side, 3)
+    return {
+        "images": rng.standard_normal(shape, np.float32),
+        "labels": rng.integers(0, size.classes, size.batch, np.int32),
+    }
 
 
 # --- volumes --------------------------------------------------------------------------
 
 
-def _unet(kit: Any, w: Weights, batch: dict[str, Any], widths: Sequence[int]) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class _Volumes:
+    side: int
+    batch: int
+    widths: tuple[int, ...]
+
+    @property
+    def told(self) -> str:
+        return f"{self.batch} x {self.side}^3"
+
+
+def _unet(kit: Any, w: Weights, batch: dict[str, Any], size: _Volumes) -> Any:
+    widths = size.widths
+
     def unit(x: Any, to: int, step: int = 1) -> Any:
         filters, bias = w.filters(3, 3, 3, kit.channels(x), to), w.zeros(to)
         return kit.conv(x, filters, bias, step, activation="silu")
@@ -354,17 +406,13 @@ def _unet(kit: Any, w: Weights, batch: dict[str, Any], widths: Sequence[int]) ->
         c = kit.channels(skipped)
         x = kit.joined([kit.doubled(x), skipped])
         x = unit(unit(x, c), c)
-    return kit.dense(kit.pixels(x), w.product(widths[0], 1), w.zeros(1))
+    return kit.dense(kit.pixels(x), *w.layer(widths[0], 1))
 
 
-def _volumes(
-    batch: int, side: int
-) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
-    def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        x = rng.standard_normal((batch, side, side, side, 1), np.float32)
-        return {"volumes": x, "targets": np.tanh(x)}
-
-    return draw
+def _volumes(size: _Volumes, rng: np.random.Generator) -> Batch:
+    shape = (size.batch, size.side, size.side, size.side, 1)
+    x = rng.standard_normal(shape, np.float32)
+    return {"volumes": x, "targets": np.tanh(x)}
 
 
 # --- all ------------------------------------------------------------------------------
@@ -379,10 +427,10 @@ def models(*, small: bool = False) -> list[Model]:
             context=16, batch=2,
         )  # fmt: skip
         step = llama
-        vit = _Images(side=32, batch=2, widths=(24,), depths=(1,), heads=2, classes=8)
-        convnext = _Images(side=32, batch=2, widths=(8, 16), depths=(1, 1), classes=8)
-        resnet = _Images(side=32, batch=4, widths=(8, 16), depths=(1, 2), classes=8)
-        volumes, widths = (2, 8), (8, 16)
+        vit = Images(side=32, batch=2, widths=(24,), depths=(1,), heads=2, classes=8)
+        convnext = Images(side=32, batch=2, widths=(8, 16), depths=(1, 1), classes=8)
+        resnet = Images(side=32, batch=4, widths=(8, 16), depths=(1, 2), classes=8)
+        volumes = _Volumes(batch=2, side=8, widths=(8, 16))
     else:
         gpt = _Language(
             layers=12, width=768, heads=12, vocabulary=50304, context=1024, batch=32
@@ -395,69 +443,28 @@ def models(*, small: bool = False) -> list[Model]:
             layers=8, width=2048, heads=16, key_heads=4, inner=5632,
             vocabulary=32000, context=4096, batch=32,
         )  # fmt: skip
-        vit = _Images(side=224, batch=128, widths=(768,), depths=(12,))
-        convnext = _Images(
+        vit = Images(side=224, batch=128, widths=(768,), depths=(12,))
+        convnext = Images(
             side=224, batch=64, widths=(96, 192, 384, 768), depths=(3, 3, 9, 3)
         )
-        resnet = _Images(
+        resnet = Images(
             side=224, batch=128, widths=(64, 128, 256, 512), depths=(3, 4, 6, 3)
         )
-        volumes, widths = (2, 96), (32, 64, 128, 256)
-
-    def told(size: _Language | _Images) -> str:
-        if isinstance(size, _Language):
-            return f"{size.batch} x {size.context}"
-        return f"{size.batch} x {size.side} x {size.side}"
+        volumes = _Volumes(batch=2, side=96, widths=(32, 64, 128, 256))
 
     return [
-        Model(
-            name="GPT-2 small",
-            size=told(gpt),
-            batch=_text(gpt),
-            output=functools.partial(_gpt, size=gpt),
-            loss=entropy,
-        ),
-        Model(
-            name="Llama-like",
-            size=told(llama),
-            batch=_text(llama),
-            output=functools.partial(_llama, size=llama),
-            loss=entropy,
-        ),
+        model("GPT-2 small", gpt, _text, _gpt),
+        model("Llama-like", llama, _text, _llama),
         Model(
             name="decode",
-            size=told(step),
-            batch=_cache(step),
+            size=step.told,
+            batch=functools.partial(_cache, step),
             output=functools.partial(_llama, size=step),
             carried=_names(step),
         ),
-        Model(
-            name="ViT-B",
-            size=told(vit),
-            batch=_pictures(vit),
-            output=functools.partial(_vit, size=vit),
-            loss=entropy,
-        ),
-        Model(
-            name="ConvNeXt-T",
-            size=told(convnext),
-            batch=_pictures(convnext),
-            output=functools.partial(_convnext, size=convnext),
-            loss=entropy,
-        ),
-        Model(
-            name="ResNet-50",
-            size=told(resnet),
-            batch=_pictures(resnet),
-            output=functools.partial(_resnet, size=resnet),
-            loss=entropy,
-        ),
-        Model(
-            name="3-D U-Net",
-            size=f"{volumes[0]} x {volumes[1]}^3",
-            batch=_volumes(*volumes),
-            output=functools.partial(_unet, widths=widths),
-            loss=square,
-            rate=2e-5,  # at 1e-4 its loss has a spike, which rounding moves
-        ),
+        model("ViT-B", vit, pictures, _vit),
+        model("ConvNeXt-T", convnext, pictures, _convnext),
+        model("ResNet-50", resnet, pictures, _resnet),
+        # At 1e-4 its loss has a spike, which rounding moves.
+        model("3-D U-Net", volumes, _volumes, _unet, square, rate=2e-5),
     ]

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.harness.page import table, versions_text
+from benchmarks.harness.page import Data, Page, table, versions_text
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
 from jax_cudnn import native, plans
@@ -198,15 +198,16 @@ def _note(found: dict[str, Any], source: str, times: list[dict[str, Any]]) -> No
 # --- the report -----------------------------------------------------------------------
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _head(data: Data) -> str:
     info = data["run"]
-    lines = [
-        "# How long plans take",
-        "",
+    return (
         f"Written by `{info['command']}`; do not edit. {info['date']}, "
-        f"{versions_text(info['environment'])}.",
-        "",
+        f"{versions_text(info['environment'])}."
+    )
+
+
+def _lines(data: Data) -> list[str]:
+    lines = [
         "The plans of a call and its gradients in bf16, asked for one by one as a "
         "compilation does. Cold: built by cuDNN, with an empty cache folder and CUDA's "
         "own cache empty (`CUDA_CACHE_PATH`: NVRTC and the driver keep what they have "
@@ -240,7 +241,7 @@ def markdown(data: dict[str, Any]) -> str:
     for name, workload in WORKLOADS.items():
         shapes = ", ".join(f"bf16{list(shape)}" for shape in workload.shapes)
         lines.append(f"- {name}: {shapes}")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _median(samples: Sequence[float]) -> float:
@@ -253,6 +254,11 @@ def _text(samples: Sequence[float]) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
+markdown = Page(
+    name="plan_times", title="How long plans take", head=_head, lines=_lines
+)
+
+
 def main() -> None:
     """Take the samples and write the report, or take one as another process asks."""
     made = parser(__doc__)
@@ -263,7 +269,7 @@ def main() -> None:
     if options.work:
         print(json.dumps(work(options.work.split(","), options.folder)))
         return
-    found = Table(folder=options.out, name="plan_times", markdown=markdown)
+    found = Table(folder=options.out, page=markdown)
     for data in measure(options.samples):
         data["run"] = {
             "command": f"python -m benchmarks.plan_times --samples {data['samples']}",

@@ -12,17 +12,15 @@ others that the file in the folder has are kept.
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.attention import attention_cells, attention_features, decode
 from benchmarks.harness import contest, contest_report, torch_side
 from benchmarks.harness.contest import BOTH, FORWARD
-from benchmarks.harness.page import Row, gpu_of, measured_by, page, table
+from benchmarks.harness.page import Data, Page, Row, table_of
 from benchmarks.harness.profiler import CALLS, recorded, summary
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, watched
 from benchmarks.harness.torch_side import torch
 from benchmarks.layers import norms, operation_cells
@@ -33,7 +31,6 @@ from benchmarks.products import fusion, fusion_cells
 # So many kernels are named on the page.
 _NAMED = 6
 _LONGEST_NAME = 72
-_COLUMNS = "GPU | | contender | >µs | >µs in kernels | >kernels | the longest, µs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,11 @@ class Look:
     """A workload of another benchmark, in these directions, in their order."""
 
     name: str
-    run: Callable[[], object]
+    run: Callable[[], Iterable[object] | None]
     directions: Sequence[str] = (FORWARD, BOTH)
+
+    def __str__(self) -> str:
+        return self.name
 
 
 # --- workloads ------------------------------------------------------------------------
@@ -134,15 +134,23 @@ def rows_of(look: Look) -> list[Row]:
             rows.append(row | summary(recorded(each), CALLS * each.count))
 
     with watched(watch):
-        look.run()
+        for _ in look.run() or ():
+            pass
     return rows
+
+
+def _measure(found: Sequence[Look]) -> Iterator[Row]:
+    for look in found:
+        yield from rows_of(look)
+        if torch is not None:
+            torch_side.forget_compiled()
+            torch_side.release_memory()
 
 
 # --- the page -------------------------------------------------------------------------
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     lines = [
         "These are workloads of the other pages in which a rival was ahead. The first",
         "time is that of a call, as on those pages. The second is the sum of its",
@@ -151,25 +159,16 @@ def markdown(data: dict[str, Any]) -> str:
         f"call, if not one. At most {_NAMED} are named.",
     ]
     for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["workload"] == workload]
+        told = ("<br>".join(map(_told, row["longest"][:_NAMED])) for row in rows)
         lines += ["", f"## {workload}", ""]
-        lines += table(
-            _COLUMNS,
-            (_cells(row) for row in data["rows"] if row["workload"] == workload),
+        lines += table_of(
+            ({**row, "told": each} for row, each in zip(rows, told, strict=True)),
+            "GPU | | contender | >µs | >µs in kernels | >kernels | the longest, µs",
+            "{gpu} | {what} | {contender} | {us:.1f} | {kernels_us:.1f} | {kernels:g} "
+            "| {told}",
         )
-    return page(
-        data,
-        lines,
-        title="Profiles",
-        comment="The kernels that contenders launch where a rival is ahead.",
-        command=measured_by("profiles"),
-        names_gpus=True,
-    )
-
-
-def _cells(row: Row) -> list[str]:
-    times = f"{row['us']:.1f}", f"{row['kernels_us']:.1f}", f"{row['kernels']:g}"
-    longest = "<br>".join(map(_told, row["longest"][:_NAMED]))
-    return [gpu_of(row), row["what"], row["contender"], *times, longest]
+    return lines
 
 
 def _told(kernel: Row) -> str:
@@ -179,28 +178,21 @@ def _told(kernel: Row) -> str:
     return f"{kernel['us']:.1f}: {often}`{name}`"
 
 
-def main() -> None:
-    """Look at the workloads and write the page, after each."""
-    made = parser(__doc__)
-    made.add_argument("--only", default="", help="a regular expression of workloads")
-    options = made.parse_args()
-    found = list(looks())
-    rows = Table(
-        folder=options.out,
-        name="profiles",
-        markdown=markdown,
-        keys=["workload"],
-        order=[look.name for look in found],
-    )
-    for look in found:
-        if not re.search(options.only, look.name):
-            continue
-        print(look.name, flush=True)
-        rows.add(*rows_of(look))
-        if torch is not None:
-            torch_side.forget_compiled()
-            torch_side.release_memory()
-
+markdown = Page(
+    name="profiles",
+    title="Profiles",
+    comment="The kernels that contenders launch where a rival is ahead.",
+    names_gpus=True,
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        lambda *, small: list(looks()),
+        _measure,
+        markdown,
+        keeps="any GPU",
+        keys=["workload"],
+        order=[look.name for look in looks()],
+    )

@@ -7,9 +7,6 @@ times random attention with few scores by cuDNN's first plan and by XLA's code, 
 writes small_attention.json and small_attention.md there. XLA need not transpose arrays
 of one head or of one sequence, so half of the calls have one of these. From this table
 are the bounds by which "auto" leaves attention to XLA (jax_cudnn/data/policy).
-
-`--first 1000` draws other calls. What the file has of others is kept, if it is of the
-same GPU.
 """
 
 import itertools
@@ -18,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.page import measured_by, page, spread, table
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
+from benchmarks.harness.page import RANGE, Data, Page, Row, table, table_of
+from benchmarks.harness.program import run_benchmark
 from jax_cudnn import choices
 from jax_cudnn.calibration.calls import Call, drawn_call
 from jax_cudnn.policy.tables import tables_for
@@ -54,10 +50,11 @@ def is_one(call: Call) -> bool:
     return min(batch, heads) == 1
 
 
-def chosen(first: int, count: int) -> list[tuple[int, Call]]:
-    """Return random attention of few scores, as many of each case."""
+def cases(*, small: bool) -> list[tuple[int, Call]]:
+    """Return random attention of few scores with its numbers, as many of each case."""
+    count = 2 if small else 12
     found: dict[tuple[bool, bool], list[tuple[int, Call]]] = {x: [] for x in _CASES}
-    for number in itertools.count(_FIRST + first):
+    for number in itertools.count(_FIRST):
         call = drawn_call(number)
         if "sdpa" not in call.name or scores_of(call) > _MOST:
             continue
@@ -66,11 +63,13 @@ def chosen(first: int, count: int) -> list[tuple[int, Call]]:
         if query.shape == key.shape and len(case) < count:
             case.append((number, call))
         if all(len(each) >= count for each in found.values()):
-            return sorted(each for case in found.values() for each in case)
+            break
+    return sorted(each for case in found.values() for each in case)
 
 
-def rows_of(numbered: Sequence[tuple[int, Call]]) -> Iterator[dict[str, Any]]:
+def measure(numbered: Sequence[tuple[int, Call]]) -> Iterator[Row]:
     """Time calls; yield a row for each."""
+    choices.table().clear()  # those that are shipped, too
     times = compare([call for _, call in numbered], ("cudnn", "xla"))
     for (number, call), row in zip(numbered, times, strict=True):
         yield {
@@ -87,10 +86,13 @@ def _millions(scores: int) -> str:
     return f"{scores / 2**20:.0f}"
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    timed = [row for row in data["rows"] if "ratio" in row]
-    lines = [
+def _lines(data: Data) -> list[str]:
+    timed = [
+        {**row, "millions": row["scores"] / 2**20}
+        for row in data["rows"]
+        if "ratio" in row
+    ]
+    return [
         "Random attention in 16 bits, by cuDNN's first plan and by XLA's code. The",
         "ratio is cuDNN's time over XLA's: below 1, cuDNN is faster. Scores are those",
         "of all heads and sequences, and a million of them is 2^20. XLA runs attention",
@@ -104,24 +106,12 @@ def markdown(data: dict[str, Any]) -> str:
             _by_case(timed),
         ),
         "",
-        *table(
+        *table_of(
+            sorted(timed, key=lambda x: (not x["is_one"], x["scores"])),
             "call | >million scores | >XLA µs | >ratio | range",
-            (
-                [
-                    *(row["call"], f"{row['scores'] / 2**20:.2f}"),
-                    *(f"{row['xla_us']:.1f}", f"{row['ratio']:.2f}", spread(row)),
-                ]
-                for row in sorted(timed, key=lambda x: (not x["is_one"], x["scores"]))
-            ),
+            "{call} | {millions:.2f} | {xla_us:.1f} | {ratio:.2f} | " + RANGE,
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="Small attention",
-        comment="Attention with few scores, by cuDNN and by XLA.",
-        command=measured_by("small_attention"),
-    )
 
 
 def _by_case(timed: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
@@ -139,23 +129,12 @@ def _by_case(timed: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
                 yield [title, bounds, len(ratios), *(f"{x:.2f}" for x in numbers)]
 
 
-def main() -> None:
-    """Measure, and write what there is after every row."""
-    made = parser(__doc__)
-    made.add_argument("--first", type=int, default=0, help="number of a call")
-    made.add_argument("--count", type=int, default=12, help="of calls of each case")
-    options = made.parse_args()
-    choices.table().clear()  # those that are shipped, too
-    rows = Table(
-        folder=options.out,
-        name="small_attention",
-        markdown=markdown,
-        keeps="this GPU",
-        keys=["number"],
-    )
-    for row in rows_of(chosen(options.first, options.count)):
-        rows.add(row)
-
+markdown = Page(
+    name="small_attention",
+    title="Small attention",
+    comment="Attention with few scores, by cuDNN and by XLA.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, measure, markdown, keeps="this GPU", keys=["number"])

@@ -19,11 +19,9 @@ import numpy as np
 
 import jax_cudnn
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.page import measured_by, page, spread, table
+from benchmarks.harness.page import RANGE, Data, Page, Row, table_of
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn.config import Implementation
-
-_NAME = "small_groups"
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def _cases(*, small: bool) -> list[_Case]:
     return [_Case(*each, has) for has in (False, True) for each in sizes]
 
 
-def _measured(cases: Sequence[_Case]) -> Iterator[dict[str, Any]]:
+def _measured(cases: Sequence[_Case]) -> Iterator[Row]:
     # A first plan, where there is one: cuBLASLt's, with cuBLAS 13.4 or newer.
     for case, times in zip(cases, compare(cases, ("cudnn", "xla")), strict=True):
         yield {
@@ -97,38 +95,32 @@ def _measured(cases: Sequence[_Case]) -> Iterator[dict[str, Any]]:
         }
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    every = sorted(data["rows"], key=lambda row: (row["what"], row["work"]))
-    lines = [
+def _lines(data: Data) -> list[str]:
+    rows = [
+        {**row, **row["times"], "log": math.log2(row["work"])}
+        for row in sorted(data["rows"], key=lambda row: (row["what"], row["work"]))
+        if "ratio" in row["times"]
+    ]
+    return [
         "Grouped matmuls in bf16 with random sizes of groups, by cuBLASLt and by",
         "XLA's code for `jax_cudnn.ragged_dot`. The ratio is cuBLASLt's time over",
         "XLA's. Work is the logarithm to base 2 of rows x contraction x columns.",
         "",
-        *table(
+        *table_of(
+            rows,
             ">rows | matrices | >work | | >XLA µs | >ratio | range",
-            (_cells(row) for row in every if "ratio" in row["times"]),
+            "{rows} | {matrices} | {log:.0f} | {what} | {xla_us:.1f} | {ratio:.2f} | "
+            + RANGE,
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="Small grouped matmuls",
-        comment="Small grouped products, by cuBLASLt and by XLA.",
-        command=measured_by("small_groups"),
-    )
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
-    work, times = f"{math.log2(row['work']):.0f}", row["times"]
-    found = f"{times['xla_us']:.1f}", f"{times['ratio']:.2f}", spread(times)
-    return [row["rows"], row["matrices"], work, row["what"], *found]
-
-
-def main() -> None:
-    """Measure, and write what there is after every row."""
-    run_benchmark(__doc__, _cases, _measured, markdown, name=_NAME)
-
+markdown = Page(
+    name="small_groups",
+    title="Small grouped matmuls",
+    comment="Small grouped products, by cuBLASLt and by XLA.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, _cases, _measured, markdown)

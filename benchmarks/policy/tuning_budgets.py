@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.page import Data, Page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.models.cudnn_kit import CudnnKit
 from benchmarks.models.jax_steps import drawn, program
@@ -28,7 +28,6 @@ from benchmarks.models.zoo import models
 from jax_cudnn import choices, plans
 from jax_cudnn.tuning.in_context import ProgramTimes
 
-_NAME = "tuning_budgets"
 _BUDGETS = {
     "GPT-2 small": (20.0, 45.0, math.inf),
     "ConvNeXt-T": (45.0, 90.0, math.inf),
@@ -91,9 +90,8 @@ def tune(name: str, budget: float) -> dict[str, Any]:
     }
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
+def _lines(data: Data) -> list[str]:
+    return [
         "`plans.autotune(step, ..., budget_s=seconds)` of whole training steps, as in",
         "[Whole models](../../benchmarks/models.md), each in a process of its own. "
         "The program's times",
@@ -107,13 +105,6 @@ def markdown(data: dict[str, Any]) -> str:
             map(_cells, data["rows"]),
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="Tuning for some seconds",
-        comment="What tuning finds in how many seconds.",
-        command=measured_by("tuning_budgets"),
-    )
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
@@ -128,11 +119,19 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     return [row["model"], told, found["seconds"], *times]
 
 
+markdown = Page(
+    name="tuning_budgets",
+    title="Tuning for some seconds",
+    comment="What tuning finds in how many seconds.",
+    lines=_lines,
+)
+
+
 def main() -> None:
     """Measure, and write the page; or tune one model, for that."""
     if "--tune" not in sys.argv:
         os.environ[_ALLOCATION] = "false"  # The memory is for the other processes.
-        run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
+        run_benchmark(__doc__, cases, measure, markdown)
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--tune", nargs=2)

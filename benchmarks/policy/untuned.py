@@ -20,14 +20,13 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.harness.call_times import compare
-from benchmarks.harness.page import measured_by, page, spread, table
+from benchmarks.harness.page import RANGE, Data, Page, Row, table_of
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
 from jax_cudnn import choices, plans
@@ -39,33 +38,18 @@ from jax_cudnn.calibration.calls import (
 from jax_cudnn.config import Implementation
 from jax_cudnn.policy.nearest import LOSS
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Calls:
-    """Whole calls: how they are drawn, and the files about them, by their name."""
-
-    drawn: Callable[[int], Call]
-    command: str
-    file: str
-    heading: str
-    told: str
-
-
-_EVERY = _Calls(
-    drawn=drawn_call,
-    command="untuned",
-    file="untuned",
-    heading="Without tuning",
-    told="calls of the sizes that models have (products, convolutions, norms, "
+# The names of records, by which calls they have.
+_EVERY, _IN_GROUPS = "untuned", "untuned_in_groups"
+_DRAWN: dict[str, Callable[[int], Call]] = {
+    _EVERY: drawn_call,
+    _IN_GROUPS: drawn_conv_in_groups,
+}
+_TOLD = {
+    _EVERY: "calls of the sizes that models have (products, convolutions, norms, "
     "attention)",
-)
-_IN_GROUPS = _Calls(
-    drawn=drawn_conv_in_groups,
-    command="untuned --in-groups",
-    file="untuned_in_groups",
-    heading="Convolutions in groups without tuning",
-    told="convolutions in groups of the sizes that models have, two of three depthwise",
-)
+    _IN_GROUPS: "convolutions in groups of the sizes that models have, two of three "
+    "depthwise",
+}
 # The first number of the calls. Those whose kernels are calibrated begin with 0.
 _FIRST = 100_000
 
@@ -79,9 +63,7 @@ def _text(call: Call, implementation: Implementation) -> str:
     return jax.jit(run).lower(*call.types()).as_text()
 
 
-def check(
-    numbers: Sequence[int], drawn: Callable[[int], Call]
-) -> Iterator[dict[str, Any]]:
+def check(numbers: Sequence[int], drawn: Callable[[int], Call]) -> Iterator[Row]:
     """Time calls without choices and by XLA; yield a row for each.
 
     What is over the goal is timed again, longer, and that time counts. Of a call for
@@ -101,9 +83,7 @@ def check(
         }
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    of = _IN_GROUPS if data["calls"] == _IN_GROUPS.file else _EVERY
+def _lines(data: Data) -> list[str]:
     every = [row for row in data["rows"] if "ratio" in row]
     same = [row["ratio"] for row in every if row["is_same"]]
     rows = [row for row in every if not row["is_same"]]
@@ -112,50 +92,57 @@ def markdown(data: dict[str, Any]) -> str:
     not_timed = len(data["rows"]) - len(every)
     left = len(data.get("left", ()))
     lines = [
-        f"{len(data['rows'])} random {of.told},",
+        f"{len(data['rows'])} random {_TOLD[data['calls']]},",
         'half of them with all gradients, as they run with `implementation="auto"` and',
         "no choice of the tuner. The ratio is to XLA's code in the same run: below 1",
         "is faster. The kernels by which rules decide are of other calls.",
-        *(
-            [f"{left} more calls go by rules made since they were timed: left out."]
-            if left
-            else []
-        ),
+    ]
+    if left:
+        lines.append(
+            f"{left} more calls go by rules made since they were timed: left out."
+        )
+    lines += [
         "",
         f"- cuDNN runs all or part of {len(rows)}. Of these, {len(over)} are more than "
         f"{LOSS - 1:.0%} slower than XLA.",
-        *(
-            [
-                f"  The median ratio is {np.median(ratios):.2f}, the geometric mean "
-                f"{np.exp(np.log(ratios).mean()):.2f}, the largest {ratios.max():.2f};"
-            ]
-            if rows
-            else []
-        ),
+    ]
+    if rows:
+        lines.append(
+            f"  The median ratio is {np.median(ratios):.2f}, the geometric mean "
+            f"{np.exp(np.log(ratios).mean()):.2f}, the largest {ratios.max():.2f};"
+        )
+    return [
+        *lines,
         f"- XLA runs all of {len(same)}, with the same program as without jax_cudnn. "
         "Compiled twice, it",
         "  may choose other kernels: they took "
         f"{min(same, default=1):.2f} to {max(same, default=1):.2f} of their own time;",
         f"- {not_timed} could not be timed, as XLA has no memory for them.",
         "",
-        *table(
+        *table_of(
+            over,
             "more than 5 % slower | runs on | >XLA µs | >ratio | range",
-            (
-                [
-                    *(row["call"], row["runs on"], f"{row['xla_us']:.1f}"),
-                    *(f"{row['ratio']:.2f}", spread(row)),
-                ]
-                for row in over
-            ),
+            "{call} | {runs on} | {xla_us:.1f} | {ratio:.2f} | " + RANGE,
         ),
     ]
-    return page(
-        data,
-        lines,
-        title=of.heading,
+
+
+def _page(name: str) -> Page:
+    """Return the page of a record."""
+    is_every = name == _EVERY
+    flags = "" if is_every else " --in-groups"
+    return Page(
+        name=name,
+        title="Without tuning" if is_every else "Convolutions in groups without tuning",
         comment='Random calls with "auto" and no tuning, beside XLA.',
-        command=measured_by(of.command),
+        lines=_lines,
+        command=f"python -m benchmarks.untuned{flags} --out docs/internals/measured",
     )
+
+
+def markdown(data: Data) -> str:
+    """Return the page of either record."""
+    return _page(data["calls"])(data)
 
 
 def main() -> None:
@@ -169,12 +156,12 @@ def main() -> None:
     made.add_argument("--left", action="store_true", help="what the file leaves out")
     options = made.parse_args()
     choices.table().clear()  # those that are shipped, too
-    of = _IN_GROUPS if options.in_groups else _EVERY
-    about: dict[str, Any] = {"calls": of.file, "left": []}
+    name = _IN_GROUPS if options.in_groups else _EVERY
+    drawn = _DRAWN[name]
+    about: dict[str, Any] = {"calls": name, "left": []}
     rows = Table(
         folder=options.out,
-        name=of.file,
-        markdown=markdown,
+        page=_page(name),
         keeps="this GPU",
         keys=["number"],
         order="keys",
@@ -186,8 +173,8 @@ def main() -> None:
         left = json.loads(rows.file.read_text()).get("left", [])
     numbers = range(options.first, options.first + options.count, options.every)
     shifted = sorted(left) if options.left else [_FIRST + x for x in numbers]
-    chosen = [x for x in shifted if re.search(options.only, of.drawn(x).title)]
-    for count, row in enumerate(check(chosen, of.drawn), 1):
+    chosen = [x for x in shifted if re.search(options.only, drawn(x).title)]
+    for count, row in enumerate(check(chosen, drawn), 1):
         about["left"] = sorted({*left} - {*chosen[:count]})
         rows.add(row)
         if count % 16 == 0:

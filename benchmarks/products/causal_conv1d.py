@@ -12,7 +12,7 @@ It writes causal_conv1d.json and causal_conv1d.md there.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.contest import BOTH, FORWARD, program
+from benchmarks.harness.page import Data, Page, Row, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, compare
 
-_NAME = "causal_conv1d"
 _BYTES_PER_US = 3.0e6
 # Arrays of x's size: x and y; and again x, with the cotangent and x's gradient.
-_ARRAYS = {"forward": 2, "with gradients": 5}
+_ARRAYS = {FORWARD: 2, BOTH: 5}
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,28 @@ class _Case:
     layout: str = "NWC"
 
     @property
-    def least_us(self) -> dict[str, float]:
-        """The time of the arrays of x's size, by what is computed."""
+    def is_last(self) -> bool:
+        """Whether the channels are the last axis of x, w and y."""
+        return self.layout == "NWC"
+
+    def least_us(self, what: str) -> float:
+        """Return the time of the arrays of x's size."""
         size = self.batch * self.steps * self.channels * jnp.dtype(self.dtype).itemsize
-        return {what: n * size / _BYTES_PER_US for what, n in _ARRAYS.items()}
+        return _ARRAYS[what] * size / _BYTES_PER_US
 
     def operands(self) -> list[jax.Array]:
         """Return x, w, bias and a cotangent."""
-        steps, channels = self.steps, self.channels
-        shape = (self.batch, steps, channels)
-        weights = (self.taps, channels)
-        if self.layout == "NCW":
-            shape, weights = (self.batch, channels, steps), (channels, self.taps)
+        shape, weights = (self.steps, self.channels), (self.taps, self.channels)
+        if not self.is_last:
+            shape, weights = shape[::-1], weights[::-1]
+        x = (self.batch, *shape)
         keys = jax.random.split(jax.random.key(0), 4)
-        shapes = (shape, weights, (channels,), shape)
-        pairs = zip(keys, shapes, strict=True)
+        pairs = zip(keys, (x, weights, (self.channels,), x), strict=True)
         return [jax.random.normal(key, each, self.dtype) for key, each in pairs]
+
+    def along(self, channels: jax.Array) -> jax.Array:
+        """Return a number for each channel as it is added to y."""
+        return channels if self.is_last else channels[:, None]
 
 
 def cases(*, small: bool) -> list[_Case]:
@@ -78,125 +84,87 @@ def cases(*, small: bool) -> list[_Case]:
 # --- contenders -----------------------------------------------------------------------
 
 
-def _ours(case: _Case, implementation: Any, x: Any, w: Any, bias: Any) -> jax.Array:
-    layout: Any = case.layout
-    return jax_cudnn.causal_conv1d(
-        x, w, bias=bias, dimension_numbers=layout, implementation=implementation
-    )
-
-
-def _filters(case: _Case, w: jax.Array) -> tuple[jax.Array, tuple[str, str, str]]:
-    """Return weights as a convolution of JAX's has them, and its layouts."""
-    if case.layout == "NWC":
-        return w[:, None], ("NWC", "WIO", "NWC")
-    return w[:, None], ("NCW", "OIW", "NCW")
-
-
-def _depthwise(case: _Case, x: Any, w: Any, bias: Any) -> jax.Array:
-    filters, layouts = _filters(case, w)
-    return jax_cudnn.conv(
-        x,
-        filters,
-        (1,),
-        [(case.taps - 1, 0)],
-        dimension_numbers=layouts,
-        feature_group_count=case.channels,
-        bias=bias if case.layout == "NWC" else bias[:, None],
-        activation="silu",
-    )
-
-
-def _lax(case: _Case, x: Any, w: Any, bias: Any) -> jax.Array:
-    filters, layouts = _filters(case, w)
-    y = jax.lax.conv_general_dilated(
-        x,
-        filters,
-        (1,),
-        [(case.taps - 1, 0)],
-        dimension_numbers=layouts,
-        feature_group_count=case.channels,
-    )
-    return jax.nn.silu(y + (bias if case.layout == "NWC" else bias[:, None]))
-
-
-def _shifted(case: _Case, x: Any, w: Any, bias: Any) -> jax.Array:
-    axis = 1 if case.layout == "NWC" else 2
-    pads = [(0, 0)] * 3
-    pads[axis] = (case.taps - 1, 0)
-    front = jnp.pad(x, pads).astype(jnp.float32)
-    wide = w.astype(jnp.float32)
-    total = bias.astype(jnp.float32)
-    total = total if axis == 1 else total[:, None]
-    for tap in range(case.taps):
-        piece = jax.lax.slice_in_dim(front, tap, tap + case.steps, axis=axis)
-        total = total + piece * (wide[tap] if axis == 1 else wide[:, tap, None])
-    return jax.nn.silu(total).astype(x.dtype)
-
-
 def _contenders(case: _Case) -> dict[str, Callable[..., jax.Array]]:
+    layout: Any = case.layout
+    ours = functools.partial(jax_cudnn.causal_conv1d, dimension_numbers=layout)
+    filters = "WIO" if case.is_last else "OIW"
+    options: dict[str, Any] = {
+        "window_strides": (1,),
+        "padding": [(case.taps - 1, 0)],
+        "dimension_numbers": (layout, filters, layout),
+        "feature_group_count": case.channels,
+    }
+
+    def depthwise(x: Any, w: Any, bias: Any) -> jax.Array:
+        added = case.along(bias)
+        return jax_cudnn.conv(x, w[:, None], **options, bias=added, activation="silu")
+
+    def by_lax(x: Any, w: Any, bias: Any) -> jax.Array:
+        y = jax.lax.conv_general_dilated(x, w[:, None], **options)
+        return jax.nn.silu(y + case.along(bias))
+
     return {
-        "cuDNN": functools.partial(_ours, case, "cudnn"),
-        "XLA": functools.partial(_ours, case, "xla"),
-        "conv": functools.partial(_depthwise, case),
-        "jax.lax": functools.partial(_lax, case),
+        "cuDNN": lambda x, w, bias: ours(x, w, bias=bias, implementation="cudnn"),
+        "XLA": lambda x, w, bias: ours(x, w, bias=bias, implementation="xla"),
+        "conv": depthwise,
+        "jax.lax": by_lax,
         "shifted": functools.partial(_shifted, case),
     }
 
 
-def _with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def run(x: Any, w: Any, bias: Any, cotangent: Any) -> Any:
-        y, back = jax.vjp(function, x, w, bias)
-        return y, *back(cotangent)
-
-    return run
+def _shifted(case: _Case, x: Any, w: Any, bias: Any) -> jax.Array:
+    axis = 1 if case.is_last else 2
+    pads = [(0, 0)] * 3
+    pads[axis] = (case.taps - 1, 0)
+    front = jnp.pad(x, pads).astype(jnp.float32)
+    taps = w.astype(jnp.float32)
+    taps = taps if case.is_last else taps.T
+    total = case.along(bias.astype(jnp.float32))
+    for tap in range(case.taps):
+        piece = jax.lax.slice_in_dim(front, tap, tap + case.steps, axis=axis)
+        total = total + piece * case.along(taps[tap])
+    return jax.nn.silu(total).astype(x.dtype)
 
 
 # --- measuring ------------------------------------------------------------------------
 
 
-def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
+def measure(found: Sequence[_Case]) -> Iterator[Row]:
     """Yield a row for each convolution, forward and with gradients."""
     for case in found:
-        operands = case.operands()
+        *operands, cotangent = case.operands()
         functions = _contenders(case)
         _check(functions, operands)
-        for what, least in case.least_us.items():
-            count = 3 if what == "forward" else 4
+        for what in _ARRAYS:
             runs: dict[str, Contender] = {}
             for name, function in functions.items():
-                wanted = function if what == "forward" else _with_gradients(function)
-                call = functools.partial(jax.jit(wanted), *operands[:count])
+                run = jax.jit(program(function, what))
+                call = functools.partial(run, operands, [cotangent])
                 runs[name] = Contender(call=call, wait=jax.block_until_ready)
             times = compare(runs, baseline="cuDNN")
             us = {name: round(time.median_us, 1) for name, time in times.items()}
-            yield {
-                **asdict(case),
-                "what": what,
-                "us": us,
-                "of the least": {name: round(x / least, 2) for name, x in us.items()},
-            }
+            shares = {x: round(y / case.least_us(what), 2) for x, y in us.items()}
+            yield {**asdict(case), "what": what, "us": us, "of the least": shares}
 
 
 def _check(
-    functions: dict[str, Callable[..., jax.Array]], operands: Sequence[jax.Array]
+    functions: Mapping[str, Callable[..., jax.Array]], operands: Sequence[jax.Array]
 ) -> None:
-    """Compare results, which round the sums once or twice, with f32 of the first."""
-    results = [jax.jit(each)(*operands[:3]) for each in functions.values()]
-    unit = float(jnp.finfo(operands[0].dtype).eps)
+    """Compare results, which round the sums once or twice, with those of the first."""
+    results = [jax.jit(each)(*operands) for each in functions.values()]
+    # f32 may be multiplied in TF32.
+    bound = 40 * max(float(jnp.finfo(operands[0].dtype).eps), 2.0**-11)
     for name, each in zip(functions, results, strict=True):
         error = jnp.abs(each.astype(jnp.float32) - results[0].astype(jnp.float32))
         largest = float(jnp.max(error))
-        # f32 may be multiplied in TF32.
-        bound = 40 * max(unit, 2.0**-11)
         if not (math.isfinite(largest) and largest <= bound):
             raise ValueError(f"{name} differs from cuDNN's function by {largest}")
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     columns = ["batch, steps, channels | >taps | dtype | layout | "]
     columns += [f">{name}, µs" for name in data["rows"][0]["us"]]
-    lines = [
+    return [
         "Times of `jax_cudnn.causal_conv1d` with bias and silu, by cuDNN's function",
         "and by XLA, of the same as a depthwise `jax_cudnn.conv`, and in plain JAX: by",
         "`jax.lax.conv_general_dilated` and as a sum of shifted products. In",
@@ -205,25 +173,20 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         *table(" | ".join(columns), map(_cells, data["rows"])),
     ]
-    return page(
-        data,
-        lines,
-        title="Causal convolutions",
-        comment="Causal convolutions by cuDNN's function, by XLA and as convolutions.",
-        command=measured_by(_NAME),
-    )
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
+def _cells(row: Row) -> list[Any]:
     sizes = f"{row['batch']}, {row['steps']}, {row['channels']}"
     times = (f"{us} ({row['of the least'][name]})" for name, us in row["us"].items())
     return [sizes, row["taps"], row["dtype"], row["layout"], row["what"], *times]
 
 
-def main() -> None:
-    """Measure, and write the table."""
-    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
-
+markdown = Page(
+    name="causal_conv1d",
+    title="Causal convolutions",
+    comment="Causal convolutions by cuDNN's function, by XLA and as convolutions.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, measure, markdown)

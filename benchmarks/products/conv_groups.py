@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.page import Data, Page
 from benchmarks.harness.program import run_benchmark
 from benchmarks.products.conv_ways import (
     Cell,
@@ -25,7 +25,6 @@ from benchmarks.products.conv_ways import (
 from jax_cudnn.legalize import Rewrite
 from jax_cudnn.policy.nearest import LOSS
 
-_NAME = "conv_groups"
 _WAYS = ("as it is", "flipped", "padded", "merged", "one group")
 
 
@@ -127,10 +126,9 @@ def _of_first_ways(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield 'What of these "auto" leaves to XLA goes by [rules](rules.md).'
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     rows = data["rows"]
-    lines = [
+    return [
         "cuDNN has fast engines for groups of 8, 16, 32, 64 and 128 channels, as many",
         "in as out. Channels of others are padded to such a number, or groups are",
         "merged into larger ones, or into one, of filters with zeros in between.",
@@ -141,19 +139,14 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         *tables_beside_xla(rows, _WAYS, *_of_first_ways(rows), ""),
     ]
-    return page(
-        data,
-        lines,
-        title="Convolutions in groups",
-        comment="Convolutions in groups, as they are and with merged groups.",
-        command=measured_by("conv_groups"),
-    )
 
 
-def main() -> None:
-    """Measure, and write the table."""
-    run_benchmark(__doc__, cells, measure, markdown, name=_NAME)
-
+markdown = Page(
+    name="conv_groups",
+    title="Convolutions in groups",
+    comment="Convolutions in groups, as they are and with merged groups.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cells, measure, markdown)

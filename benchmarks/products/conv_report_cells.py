@@ -34,7 +34,7 @@ FIRST = "xla, channels first"
 _GOALS = {what: {UNTUNED: 1.3, TUNED: 1.05} for what in (FORWARD, BOTH)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reported:
     """A convolution, or a chain of equal ones, that was reported.
 
@@ -142,193 +142,61 @@ _REPOSITORIES = {
     "tensorflow": "tensorflow/tensorflow/issues",
 }
 
-_UP = Reported(
-    report="xla 34273",
-    about="gradients of a transposed 3-D convolution to one channel",
-    images=(1, 64, 64, 32, 64),
-    outer=1,
-    window=3,
-    step=2,
-    padding=1,
-    extra=1,
-    is_transposed=True,
-    dtype="bfloat16",
-    is_first=True,
-)
+# fmt: off
+_UP = Reported("xla 34273", "gradients of a transposed 3-D convolution to one channel",
+               (1, 64, 64, 32, 64), 1, 3, step=2, padding=1, extra=1,
+               is_transposed=True, dtype="bfloat16", is_first=True)
 
 # Those that were asked for again and again come first.
 REPORTS = (
     _UP,
-    dataclasses.replace(
-        _UP, report="jax 31662", about="the same with a bias", has_bias=True
-    ),
-    Reported(
-        report="jax 23783",
-        about="transposed 1-D convolutions; sizes of ours, of a decoder of audio",
-        images=(8, 512, 256),
-        outer=128,
-        window=16,
-        step=8,
-        padding=4,
-        is_transposed=True,
-        is_first=True,
-    ),
-    Reported(
-        report="jax 23713",
-        about="a depthwise convolution of Flax",
-        images=(1, 124, 124, 256),
-        outer=256,
-        window=3,
-        padding=1,
-        groups=256,
-        has_bias=True,
-    ),
-    Reported(
-        report="jax 13800",
-        about="gradients of depthwise 1-D convolutions",
-        images=(32, 1024, 512),
-        outer=512,
-        window=5,
-        padding=2,
-        groups=512,
-        chain=12,
-        is_first=True,
-    ),
-    Reported(
-        report="jax 26266",
-        about="dilated depthwise 1-D convolutions; channels and window of ours",
-        images=(32, 1024, 256),
-        outer=256,
-        window=5,
-        padding=8,
-        hole=4,
-        groups=256,
-    ),
-    Reported(
-        report="jax 29875",
-        about="dilated 1-D convolutions; sizes of ours",
-        images=(16, 4096, 256),
-        outer=256,
-        window=3,
-        padding=2,
-        hole=2,
-        is_first=True,
-    ),
-    Reported(
-        report="jax 11143",
-        about="1-D convolutions in f16 with a bias",
-        images=(16, 512, 2048),
-        outer=2048,
-        window=3,
-        padding=1,
-        has_bias=True,
-        chain=10,
-        dtype="float16",
-    ),
-    Reported(
-        report="jax 17464",
-        about="a transposed convolution with large windows",
-        images=(1, 8, 8, 128),
-        outer=32,
-        window=32,
-        step=16,
-        padding=8,
-        is_transposed=True,
-    ),
-    Reported(
-        report="jax 25461",
-        about="a filter of 30 x 30 over images of one channel; 4 of the 100 images",
-        images=(4, 530, 1430, 1),
-        outer=1,
-        window=30,
-        is_first=True,
-    ),
-    Reported(
-        report="jax 23085",
-        about="gradients with respect to images of patches",
-        images=(1, 224, 224, 3),
-        outer=768,
-        window=16,
-        step=16,
-    ),
-    Reported(
-        report="jax 30469",
-        about="patches of small images",
-        images=(64, 64, 64, 3),
-        outer=192,
-        window=16,
-        step=16,
-    ),
-    Reported(
-        report="jax 37922",
-        about="small strided and dilated 1-D convolutions in bf16, which fail",
-        images=(2, 16, 4),
-        outer=16,
-        window=3,
-        step=2,
-        padding=2,
-        hole=2,
-        dtype="bfloat16",
-        is_first=True,
-    ),
-    Reported(
-        report="equinox 970",
-        about="a depthwise convolution of Equinox",
-        images=(1, 124, 124, 512),
-        outer=512,
-        window=3,
-        padding=1,
-        groups=512,
-        has_bias=True,
-        is_first=True,
-    ),
-    Reported(
-        report="equinox 1041",
-        about="3-D convolutions of few channels; one of the four images",
-        images=(1, 256, 256, 256, 4),
-        outer=4,
-        window=3,
-        padding=1,
-        has_bias=True,
-        is_first=True,
-    ),
-    Reported(
-        report="keras 20471",
-        about="a 1 x 1 convolution in two groups",
-        images=(32, 64, 64, 512),
-        outer=128,
-        window=1,
-        groups=2,
-        has_bias=True,
-    ),
-    Reported(
-        report="keras-cv 2406",
-        about="gradients of a strided convolution",
-        images=(4, 257, 257, 256),
-        outer=512,
-        window=3,
-        step=2,
-    ),
-    Reported(
-        report="pytorch 157334",
-        about="a large depthwise convolution, slower by PyTorch than by JAX",
-        images=(128, 124, 124, 256),
-        outer=256,
-        window=3,
-        padding=1,
-        groups=256,
-        has_bias=True,
-    ),
-    Reported(
-        report="tensorflow 19390",
-        about="groups of four channels; images of ours",
-        images=(32, 56, 56, 64),
-        outer=64,
-        window=3,
-        padding=1,
-        groups=16,
-    ),
+    dataclasses.replace(_UP, report="jax 31662", about="the same with a bias",
+                        has_bias=True),
+    Reported("jax 23783",
+             "transposed 1-D convolutions; sizes of ours, of a decoder of audio",
+             (8, 512, 256), 128, 16, step=8, padding=4, is_transposed=True,
+             is_first=True),
+    Reported("jax 23713", "a depthwise convolution of Flax",
+             (1, 124, 124, 256), 256, 3, padding=1, groups=256, has_bias=True),
+    Reported("jax 13800", "gradients of depthwise 1-D convolutions",
+             (32, 1024, 512), 512, 5, padding=2, groups=512, chain=12, is_first=True),
+    Reported("jax 26266",
+             "dilated depthwise 1-D convolutions; channels and window of ours",
+             (32, 1024, 256), 256, 5, padding=8, hole=4, groups=256),
+    Reported("jax 29875", "dilated 1-D convolutions; sizes of ours",
+             (16, 4096, 256), 256, 3, padding=2, hole=2, is_first=True),
+    Reported("jax 11143", "1-D convolutions in f16 with a bias",
+             (16, 512, 2048), 2048, 3, padding=1, has_bias=True, chain=10,
+             dtype="float16"),
+    Reported("jax 17464", "a transposed convolution with large windows",
+             (1, 8, 8, 128), 32, 32, step=16, padding=8, is_transposed=True),
+    Reported("jax 25461",
+             "a filter of 30 x 30 over images of one channel; 4 of the 100 images",
+             (4, 530, 1430, 1), 1, 30, is_first=True),
+    Reported("jax 23085", "gradients with respect to images of patches",
+             (1, 224, 224, 3), 768, 16, step=16),
+    Reported("jax 30469", "patches of small images",
+             (64, 64, 64, 3), 192, 16, step=16),
+    Reported("jax 37922",
+             "small strided and dilated 1-D convolutions in bf16, which fail",
+             (2, 16, 4), 16, 3, step=2, padding=2, hole=2, dtype="bfloat16",
+             is_first=True),
+    Reported("equinox 970", "a depthwise convolution of Equinox",
+             (1, 124, 124, 512), 512, 3, padding=1, groups=512, has_bias=True,
+             is_first=True),
+    Reported("equinox 1041", "3-D convolutions of few channels; one of the four images",
+             (1, 256, 256, 256, 4), 4, 3, padding=1, has_bias=True, is_first=True),
+    Reported("keras 20471", "a 1 x 1 convolution in two groups",
+             (32, 64, 64, 512), 128, 1, groups=2, has_bias=True),
+    Reported("keras-cv 2406", "gradients of a strided convolution",
+             (4, 257, 257, 256), 512, 3, step=2),
+    Reported("pytorch 157334",
+             "a large depthwise convolution, slower by PyTorch than by JAX",
+             (128, 124, 124, 256), 256, 3, padding=1, groups=256, has_bias=True),
+    Reported("tensorflow 19390", "groups of four channels; images of ours",
+             (32, 56, 56, 64), 64, 3, padding=1, groups=16),
 )
+# fmt: on
 
 
 def cells(*, small: bool) -> list[Cell]:
@@ -417,24 +285,32 @@ def _channels_first(each: Reported) -> Way:
     def last(arrays: Sequence[Any]) -> list[Any]:
         return [jnp.moveaxis(x, 1, -1) for x in arrays]
 
-    def changed(
-        arrays: Sequence[Any], images: Callable[..., Any], order: Sequence[int]
-    ) -> list[Any]:
-        if not arrays:
-            return []
-        x, *operands = arrays
-        turned = [w if w.ndim == 1 else jnp.transpose(w, order) for w in operands]
-        return [*images([x]), *turned]
+    def into(w: Any) -> Any:
+        return jnp.transpose(w, (axes + 1, axes, *range(axes)))
 
-    into = [axes + 1, axes, *range(axes)]
-    out = [*range(2, axes + 2), 1, 0]
+    def out(w: Any) -> Any:
+        return jnp.transpose(w, (*range(2, axes + 2), 1, 0))
+
     return Way(
         function=_plain(each, is_first=True),
-        enter=lambda arrays: changed(arrays, first, into),
+        enter=lambda arrays: _changed(arrays, first, into),
         cotangents=first,
         outputs=last,
-        gradients=lambda arrays: changed(arrays, last, out),
+        gradients=lambda arrays: _changed(arrays, last, out),
     )
+
+
+def _changed(
+    arrays: Sequence[Any],
+    images: Callable[[Sequence[Any]], list[Any]],
+    filters: Callable[[Any], Any],
+) -> list[Any]:
+    """Return images and filters in another layout; biases stay as they are."""
+    if not arrays:
+        return []
+    x, *operands = arrays
+    turned = [w if w.ndim == 1 else filters(w) for w in operands]
+    return [*images([x]), *turned]
 
 
 # --- PyTorch --------------------------------------------------------------------------
@@ -469,12 +345,6 @@ def _torch(each: Reported) -> Way:
         w = w.permute(*range(2, axes + 2), *ends)
         return w.flip(window) if each.is_transposed else w
 
-    def changed(tensors: Sequence[Any], first: Any, other: Any) -> list[Any]:
-        if not tensors:
-            return []
-        x, *operands = tensors
-        return [*first([x]), *(w if w.ndim == 1 else other(w) for w in operands)]
-
     name = f"conv{'_transpose' if each.is_transposed else ''}{axes}d"
     options: dict[str, Any] = {"stride": each.step, "padding": each.padding}
     options |= {"dilation": each.hole, "groups": each.groups}
@@ -487,8 +357,8 @@ def _torch(each: Reported) -> Way:
 
     return Way(
         function=run,
-        enter=lambda tensors: changed(tensors, images, filters),
+        enter=lambda tensors: _changed(tensors, images, filters),
         cotangents=images,
         outputs=last,
-        gradients=lambda tensors: changed(tensors, last, back),
+        gradients=lambda tensors: _changed(tensors, last, back),
     )

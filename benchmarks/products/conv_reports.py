@@ -10,15 +10,11 @@ one of N parts, so that N GPUs may share the cells, a process each; the other ro
 the folder are kept. `--small` tries the script on a CPU, where times say nothing.
 """
 
-import functools
-
 from benchmarks.harness import contest_report
-from benchmarks.harness.contest_report import Report
 from benchmarks.products.conv_report_cells import REPORTS, cells
 
-_REPORT = Report(
+markdown = contest_report.page_of(
     name="conv_reports",
-    command="python -m benchmarks.conv_reports --out docs/internals/measured",
     title="Convolutions that were reported as slow",
     comment="Convolutions of issues about JAX, beside plain JAX and PyTorch.",
     about=(
@@ -34,15 +30,5 @@ _REPORT = Report(
     ),
 )
 
-
-markdown = functools.partial(contest_report.markdown, _REPORT)
-
-
-def main() -> None:
-    """Run the cells and write the report."""
-    options = contest_report.parser(__doc__).parse_args()
-    contest_report.run(_REPORT, cells(small=options.small), options)
-
-
 if __name__ == "__main__":
-    main()
+    contest_report.main(__doc__, markdown, cells)

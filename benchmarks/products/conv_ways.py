@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.harness.first_plans import first_plans
-from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.page import Data, Page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, alternate
 from jax_cudnn import native
@@ -41,7 +41,6 @@ from jax_cudnn.tuning.stopwatch import (
 )
 from jax_cudnn.tuning.together import together
 
-_NAME = "conv_ways"
 _PLANS = 10
 # Microseconds by way and plan.
 Times = Mapping[str, float]
@@ -342,9 +341,8 @@ def _rewritten_and_not(times: Times) -> tuple[float | None, float | None]:
     return times.get("rewritten, first"), times.get("as it is, first")
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
+def _lines(data: Data) -> list[str]:
+    return [
         "cuDNN's kernels load 8 channels or more at once. Where x has fewer, it is",
         "written with more: what lies within a step, or what windows read along the",
         "last axis, becomes channels. For gradients of filters it is all that windows",
@@ -356,19 +354,14 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         *table_of_ways(data["rows"], _WAYS, _rewritten_and_not),
     ]
-    return page(
-        data,
-        lines,
-        title="Convolutions of few channels",
-        comment="Convolutions of few channels, as they are and rewritten.",
-        command=measured_by("conv_ways"),
-    )
 
 
-def main() -> None:
-    """Measure, and write the table."""
-    run_benchmark(__doc__, cells, measure, markdown, name=_NAME)
-
+markdown = Page(
+    name="conv_ways",
+    title="Convolutions of few channels",
+    comment="Convolutions of few channels, as they are and rewritten.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cells, measure, markdown)

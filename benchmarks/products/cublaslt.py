@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.harness.call_times import timed
 from benchmarks.harness.operands import count_of, drawn_sets
-from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.page import Data, Page, table
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
@@ -34,7 +34,6 @@ from jax_cudnn.plans import PlanOptions, autotune
 from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
-_NAME = "cublaslt"
 _NAMES = ("auto", "fastest", "cudnn", "xla", "product")
 _BYTES_PER_US = 3.0e6  # of an H100's memory; a copy of two large arrays takes so long
 _OTHERS = PlanOptions(denied_engines=(CUBLASLT_ENGINE,))
@@ -282,9 +281,8 @@ def _row(case: _Case, programs: dict[str, Callable[..., Any]]) -> dict[str, Any]
     }
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
-    lines = [
+def _lines(data: Data) -> list[str]:
+    return [
         'Microseconds of bf16 and f8 products. "auto" is what runs untuned, "cudnn"',
         'the first of cuDNN\'s own plans, "xla" code without jax_cudnn.',
         '"fastest" is the fastest of all that cuBLASLt lists, as the tuner finds it.',
@@ -299,13 +297,6 @@ def markdown(data: dict[str, Any]) -> str:
             map(_cells, data["rows"]),
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="Products by cuBLASLt",
-        comment="Products with cuBLASLt's epilogues, and f8 products.",
-        command=measured_by("cublaslt"),
-    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -319,5 +310,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+markdown = Page(
+    name="cublaslt",
+    title="Products by cuBLASLt",
+    comment="Products with cuBLASLt's epilogues, and f8 products.",
+    lines=_lines,
+)
+
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
+    run_benchmark(__doc__, cases, measure, markdown)

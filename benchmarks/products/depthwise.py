@@ -13,7 +13,7 @@ the kernel. It writes depthwise.json and depthwise.md there.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.harness.page import measured_by, page
+from benchmarks.harness.page import Data, Page
 from benchmarks.harness.program import run_benchmark
 from benchmarks.products.conv_ways import (
     Cell,
@@ -24,7 +24,6 @@ from benchmarks.products.conv_ways import (
 )
 from jax_cudnn.legalize import Rewrite
 
-_NAME = "depthwise"
 _WAYS = ("as it is", "rewritten", "merged")
 # With what follows in the kernel, too.
 _FUSED = "fused"
@@ -101,10 +100,9 @@ def _fused_ways(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [way for way in ways if any(f"{way}, first" in x["us"] for x in rows)]
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     rows = data["rows"]
-    lines = [
+    return [
         "In a depthwise convolution, each channel has filters of its own. cuDNN has",
         "engines for some of them. It runs others with groups that are merged into",
         "larger ones, of filters with zeros in between. Some gradients are rewritten:",
@@ -116,19 +114,14 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         *tables_beside_xla(rows, [*_WAYS, *_fused_ways(rows)]),
     ]
-    return page(
-        data,
-        lines,
-        title="Depthwise convolutions",
-        comment="Depthwise convolutions in several ways, by cuDNN and by XLA.",
-        command=measured_by("depthwise"),
-    )
 
 
-def main() -> None:
-    """Measure, and write the table."""
-    run_benchmark(__doc__, cells, measure, markdown, name=_NAME)
-
+markdown = Page(
+    name="depthwise",
+    title="Depthwise convolutions",
+    comment="Depthwise convolutions in several ways, by cuDNN and by XLA.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cells, measure, markdown)

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.harness.call_times import timed
 from benchmarks.harness.operands import Operand, count_of, drawn_sets
-from benchmarks.harness.page import line, measured_by, page, table
+from benchmarks.harness.page import Data, Page, line, table
 from benchmarks.harness.program import run_benchmark
 from jax_cudnn import f8
 from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
-_NAME = "f8_dense"
 _NAMES = ("bf16", "bf16 products", "f8 products", "current", "delayed")
 _E4, _E5 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _RECIPE = f8.Delayed()
@@ -158,8 +157,7 @@ def _operand(of: jax.ShapeDtypeStruct) -> Operand:
     return Operand(of.shape, float(is_random), float(is_scale), of.dtype.name)
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     lines = [
         "Microseconds of layers of a transformer's block, forward and with the",
         'gradients by input and weights. "bf16" is plain JAX. The products alone are',
@@ -182,13 +180,7 @@ def markdown(data: dict[str, Any]) -> str:
             f"f8 products alone, and are {total['bf16'] / total['delayed']:.2f} times "
             "as fast as in bf16.",
         ]
-    return page(
-        data,
-        lines,
-        title="Layers in f8",
-        comment="Layers in f8 beside bf16.",
-        command=measured_by("f8_dense"),
-    )
+    return lines
 
 
 def _cells(name: str, us: dict[str, float]) -> list[str]:
@@ -196,5 +188,12 @@ def _cells(name: str, us: dict[str, float]) -> list[str]:
     return [name, *(f"{us[each]:.0f}" for each in _NAMES), *ratios]
 
 
+markdown = Page(
+    name="f8_dense",
+    title="Layers in f8",
+    comment="Layers in f8 beside bf16.",
+    lines=_lines,
+)
+
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown, name=_NAME)
+    run_benchmark(__doc__, cases, measure, markdown)

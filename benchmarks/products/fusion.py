@@ -25,15 +25,16 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import torch_side
+from benchmarks.harness import contest, torch_side
 from benchmarks.harness.checks import check, relative_errors
+from benchmarks.harness.contest import program
 from benchmarks.harness.operands import Operand, drawn_sets
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
@@ -54,7 +55,7 @@ from benchmarks.products.fusion_report import (
     read,
     tuned_choices,
 )
-from jax_cudnn import choices, native, plans
+from jax_cudnn import choices, plans
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.tuning.stopwatch import call_over_sets, time_calls
@@ -77,38 +78,20 @@ _OWN_BOUNDS = (1e-2, 1e-1)
 _RIVALS_BOUNDS = (3e-2, 3e-1)
 
 Arrays = Sequence[Any]
+# Operands, and the cotangent of the output.
+Set = tuple[list[Any], list[Any]]
+_DIRECTIONS = {FORWARD: contest.FORWARD, BOTH: contest.BOTH}
 
 
 # --- operands -------------------------------------------------------------------------
 
 
-def draw_sets(cell: Cell) -> list[list[jax.Array]]:
-    """Return sets of random operands, each with the output's cotangent at its end."""
+def draw_sets(cell: Cell) -> list[Set]:
+    """Return sets of random operands, each with the output's cotangent."""
     count = math.ceil(_ROTATED_BYTES / cell.bytes(gradients=False))
     drawn = (*cell.operands, Operand(cell.output))
-    return drawn_sets(drawn, min(_MOST_SETS, max(2, count)))
-
-
-def with_gradients(function: Function) -> Function:
-    """Return a function of operands and cotangent: the result and all gradients."""
-
-    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        *operands, cotangent = arrays
-        output, pullback = jax.vjp(function, *operands)
-        return output, *pullback(cotangent)
-
-    return run
-
-
-def forward_only(function: Function) -> Function:
-    """Return a function of operands and cotangent that does not use the latter."""
-    return lambda *arrays: (function(*arrays[:-1]),)
-
-
-WRAPPERS: dict[str, Callable[[Function], Function]] = {
-    FORWARD: forward_only,
-    BOTH: with_gradients,
-}
+    sets = drawn_sets(drawn, min(_MOST_SETS, max(2, count)))
+    return [(operands, [cotangent]) for *operands, cotangent in sets]
 
 
 # --- tuning ---------------------------------------------------------------------------
@@ -135,9 +118,9 @@ class Tuner:
         family = _plain(cell)
         if family not in self._tunings:
             members = self._families[family]
-            arrays = [abstract_operands(member) for member in members]
+            arrays = list(map(_types, members))
             tuning = plans.autotune(
-                lambda arrays: list(map(run_all_directions, members, arrays)),
+                lambda arrays: list(map(_run_all, members, arrays)),
                 arrays,
                 whole_program=False,  # it is no program, but all cells of a family
             )
@@ -157,20 +140,28 @@ def _plain(cell: Cell) -> Cell:
     )
 
 
-def abstract_operands(cell: Cell) -> list[Any]:
+def _types(cell: Cell) -> Set:
     """Return the shapes and dtypes of a cell's operands and of its cotangent."""
     drawn = (*cell.operands, Operand(cell.output))
-    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in drawn]
+    *operands, cotangent = (
+        jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in drawn
+    )
+    return operands, [cotangent]
 
 
-def directions_of(cell: Cell) -> list[str]:
+def _directions(cell: Cell) -> list[str]:
     """Return what is timed of a cell: forward, and with gradients if it has them."""
-    return [FORWARD, BOTH] if cell.has_gradients else [FORWARD]
+    return list(_DIRECTIONS)[: 1 + cell.has_gradients]
 
 
-def run_all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
+def _run(function: Function, what: str) -> Function:
+    """Return a function of operands and cotangents: results, and gradients if asked."""
+    return program(function, _DIRECTIONS[what])
+
+
+def _run_all(cell: Cell, arrays: Set) -> list[Any]:
     """Return jax_cudnn's functions for a cell, forward and with gradients."""
-    return [WRAPPERS[what](cell.ours)(*arrays) for what in directions_of(cell)]
+    return [_run(cell.ours, what)(*arrays) for what in _directions(cell)]
 
 
 # --- one cell -------------------------------------------------------------------------
@@ -191,7 +182,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
     """Time one cell: forward, and forward with gradients where it has them."""
     start = time.monotonic()
     sets = draw_sets(cell)
-    directions = directions_of(cell)
+    directions = _directions(cell)
     seconds: dict[str, float] = {}
     forms = {what: _fastest_form(cell, what, sets) for what in directions}
     truth = _truth(cell, directions[-1], sets[0])
@@ -213,7 +204,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
         contenders = {XLA: xla, UNTUNED: untuned[what]}
         contenders |= {TUNED: tuned[what]} if tuned else {}
         errors = {
-            name: _check(name, what, each.call()[0], truth)
+            name: _check(name, what, _flat(each.call()[0]), truth)
             for name, each in contenders.items()
         }
         torch_failure: str | None = None
@@ -225,14 +216,13 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
             except Exception as error:
                 torch_failure = f"{type(error).__name__}: {error}"[:500]
                 print(f"  torch {what} is left out: {torch_failure}", flush=True)
-        function = WRAPPERS[what](cell.ours)
         results[what] = {
             "xla_form": form,
             "torch_failure": torch_failure,
             **_floor(cell, what, settings),
             "calls": [
                 dataclasses.asdict(call)
-                for call in plans.inspect(function, *sets[0]).calls
+                for call in plans.inspect(_run(cell.ours, what), *sets[0]).calls
             ],
             "contenders": _time(contenders, errors, settings),
         }
@@ -253,28 +243,27 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _contender(function: Function, sets: Sequence[Arrays]) -> Contender:
-    call = call_over_sets(function, sets)
+def _contender(function: Function, what: str, sets: Sequence[Set]) -> Contender:
+    call = call_over_sets(_run(function, what), sets)
     return Contender(call=call, wait=jax.block_until_ready, count=len(sets))
 
 
+def _flat(results: tuple[Arrays, Arrays]) -> list[Any]:
+    return [*results[0], *results[1]]
+
+
 def _compiled(
-    function: Function, directions: Sequence[str], sets: Sequence[Arrays]
+    function: Function, directions: Sequence[str], sets: Sequence[Set]
 ) -> tuple[dict[str, Contender], float]:
     """Return the function's contenders by direction, and the seconds that it took."""
     start = time.monotonic()
-    made = {what: _contender(WRAPPERS[what](function), sets) for what in directions}
+    made = {what: _contender(function, what, sets) for what in directions}
     return made, time.monotonic() - start
 
 
-def _fastest_form(
-    cell: Cell, what: str, sets: Sequence[Arrays]
-) -> tuple[str, Contender]:
+def _fastest_form(cell: Cell, what: str, sets: Sequence[Set]) -> tuple[str, Contender]:
     """Return XLA's contender, the fastest where users have several ways to write it."""
-    made = {
-        name: _contender(WRAPPERS[what](form), sets)
-        for name, form in cell.xla_forms.items()
-    }
+    made = {name: _contender(form, what, sets) for name, form in cell.xla_forms.items()}
     if len(made) == 1:
         return next(iter(made.items()))
     times = {
@@ -286,10 +275,11 @@ def _fastest_form(
     return best, made[best]
 
 
-def _torch_contender(cell: Cell, what: str, sets: Sequence[Arrays]) -> Contender:
+def _torch_contender(cell: Cell, what: str, sets: Sequence[Set]) -> Contender:
     moved: list[tuple[list[Any], Any]] = []
     for arrays in sets:
-        *operands, cotangent = cell.to_torch([torch_side.from_jax(x) for x in arrays])
+        tensors = [torch_side.from_jax(x) for x in _flat(arrays)]
+        *operands, cotangent = cell.to_torch(tensors)
         for x in operands:
             x.requires_grad_(what == BOTH)
         moved.append((operands, cotangent))
@@ -312,7 +302,6 @@ def _time(
     errors: dict[str, list[float]],
     settings: Settings,
 ) -> dict[str, Any]:
-    builds = _builds()
     timings = compare(
         contenders,
         baseline=XLA,
@@ -320,7 +309,6 @@ def _time(
         round_ms=settings.round_ms,
         least_calls=2,
     )
-    assert _builds() == builds, "a plan was built while timing"
     torch_us = timings[TORCH].median_us if TORCH in timings else None
     rows: dict[str, Any] = {}
     for name, timing in timings.items():
@@ -331,10 +319,6 @@ def _time(
         rows[name] = {key: float(f"{value:.5g}") for key, value in row.items()}
         rows[name]["errors"] = errors[name]
     return rows
-
-
-def _builds() -> int:
-    return native.cache_stats().builds
 
 
 def _floor(cell: Cell, what: str, settings: Settings) -> dict[str, Any]:
@@ -356,14 +340,14 @@ def _print_results(what: str, result: dict[str, Any]) -> None:
 # --- correctness ----------------------------------------------------------------------
 
 
-def _truth(cell: Cell, what: str, arrays: Arrays) -> list[jax.Array]:
+def _truth(cell: Cell, what: str, arrays: Set) -> list[jax.Array]:
     """Return XLA's results from the same numbers in f32.
 
     XLA multiplies in TF32, which holds all bf16 operands exactly.
     """
     form = next(iter(cell.xla_forms.values()))
-    wide = [x.astype(jnp.float32) for x in arrays]
-    return list(jax.jit(WRAPPERS[what](form))(*wide))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    return _flat(jax.jit(_run(form, what))(*wide))
 
 
 def _check(name: str, what: str, found: Arrays, truth: Arrays) -> list[float]:
@@ -447,7 +431,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Write the report, and the tuned choices where asked for."""
-    Table(folder=options.out, name="fusion", markdown=markdown).write(data)
+    Table(folder=options.out, page=markdown).write(data)
     if options.tune_out is not None:
         options.tune_out.parent.mkdir(parents=True, exist_ok=True)
         choices.write(options.tune_out, tuned_choices(data), made_by(data))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.page import spread, table, versions_text
+from benchmarks.harness.page import Data, Page, spread, table, versions_text
 from benchmarks.products.fusion_cells import CELLS, GOALS, GROUPS
 from jax_cudnn.choices import Choice, Key
 
@@ -119,9 +119,8 @@ def made_by(data: dict[str, Any]) -> str:
 # --- the page -------------------------------------------------------------------------
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report."""
-    lines = ["# Fusion benchmarks", "", *_introduction(data), "", "## Goals", ""]
+def _lines(data: Data) -> list[str]:
+    lines = [*_introduction(data), "", "## Goals", ""]
     found = rows(data)
     lines += _goals(found)
     lines += [
@@ -137,12 +136,10 @@ def markdown(data: dict[str, Any]) -> str:
     lines += ["", "## Tuning", "", *_tuning(data)]
     notes = list(_failures(data))
     lines += ["", "## Failures", "", *notes] if notes else []
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _introduction(data: dict[str, Any]) -> Iterator[str]:
-    yield "Printed by `python -m benchmarks.fusion`; do not edit. The runs:"
-    yield ""
     for info in data["runs"]:
         rates = (
             f"copy {info['copy_tb_per_s']:.1f} TB/s, "
@@ -299,3 +296,10 @@ def _failures(data: dict[str, Any]) -> Iterator[str]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
+
+
+def _head(_: Data) -> str:
+    return "Printed by `python -m benchmarks.fusion`; do not edit. The runs:"
+
+
+markdown = Page(name="fusion", title="Fusion benchmarks", head=_head, lines=_lines)

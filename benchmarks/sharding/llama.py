@@ -17,30 +17,15 @@ tries the script on devices of the CPU, where nothing is tuned; its times say no
 """
 
 import argparse
-import collections
+import functools
 import os
 import re
 import shlex
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
-
-from benchmarks.harness.page import Row, gpu_of, last_run_text, ranged, table
-from benchmarks.harness.profiler import Event, recorded
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
-from benchmarks.harness.timing import Contender, alternate, summary
-from benchmarks.harness.versions import environment
-from benchmarks.sharding.several_gpus import sent
-from jax_cudnn import native, plans
-
-# The example's own modules, as it imports them itself.
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from language.report import flops_per_token, peak_flops
 from language.text import batch_of, read_corpus
 from language.training import Trainer
@@ -48,13 +33,30 @@ from llama.layout import POLICIES, choose_layout
 from llama.settings import SIZES, LlamaSettings
 from llama.task import llama_task
 
-PLAIN = "plain JAX"
+from benchmarks.harness.page import (
+    Data,
+    Page,
+    Row,
+    gpu_of,
+    last_run_text,
+    ranged,
+    table,
+)
+from benchmarks.harness.profiler import Event, recorded
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
+from benchmarks.harness.timing import Contender, alternate, summary
+from benchmarks.harness.versions import environment
+from benchmarks.sharding.several_gpus import listed
+from benchmarks.sharding.steps import BOUND, PLAIN, Compiled, State, check
+from jax_cudnn import plans
+
 # Rows for each GPU, as many as fit into 80 GB.
 ROWS = {"tiny": 2, "1B": 8, "7B": 2}
 # What names a row of the table.
 _NAMES = ("size", "GPU", "mesh", "rows", "remat", "unroll", "contender")
-# Losses of contenders differ by rounding only, over the steps that are compared.
-_STEPS, _BOUND = 50, 0.02
+# The steps whose losses are compared.
+_STEPS = 50
 # The learning rate is less than the example's by this factor. At its own, the loss of
 # the 7B model jumps by half within the first ten steps, and rounding decides where.
 _SLOWER = 0.1
@@ -92,8 +94,8 @@ WAYS = (
 )
 
 
-class Program:
-    """A contender's compiled step, with what is known before it runs."""
+class Program(Compiled):
+    """A contender's compiled step."""
 
     def __init__(
         self, way: Way, settings: LlamaSettings, options: argparse.Namespace
@@ -113,51 +115,11 @@ class Program:
             devices=jax.devices()[: options.gpus],
         )
         task = llama_task(own, layout)
-        self.trainer = Trainer(task)
-        start = time.monotonic()
-        if way.is_tuned:
-            plans.autotune(self.trainer.traced, budget_s=options.tuning_s)
-        self.tuning_s = time.monotonic() - start
-        start = time.monotonic()
-        self.step = self.trainer.step
-        self.compile_s = time.monotonic() - start
-        memory = self.step.memory_analysis()
-        self.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        kinds = (each.split()[0] for each in sent(self.step.as_text()))
-        self.collectives = dict(sorted(collections.Counter(kinds).items()))
+        tune = functools.partial(plans.autotune, budget_s=options.tuning_s)
+        super().__init__(Trainer(task), tune if way.is_tuned else None)
         self.mesh_size = layout.mesh.size
         self.flops_per_token = flops_per_token(self.trainer.shapes.params, task)
         self.peak = peak_flops(task)
-
-
-class State:
-    """The one state, which the contenders step on in turn."""
-
-    def __init__(self, program: Program, texts: list[Any]) -> None:
-        self._texts = [program.trainer.place(text) for text in texts]
-        self._state = program.trainer.initial()
-        self._taken = 0
-
-    def step(self, program: Program) -> jax.Array:
-        """Take a step, and return the loss before it."""
-        text = self._texts[self._taken % len(self._texts)]
-        self._taken += 1
-        self._state, loss = program.step(self._state, text)
-        return loss
-
-
-def check(losses: list[float], others: list[float], *, f8: bool = False) -> float:
-    """Return by how much losses differ at most; raise if that is more than rounding.
-
-    In f8 a spike of the loss may lie a step earlier or later. There, the first loss and
-    the mean over all steps are held to the bound.
-    """
-    shares = [abs(a - b) / b for a, b in zip(losses, others, strict=True)]
-    mean = abs(sum(losses) - sum(others)) / sum(others)
-    # Written so that a NaN fails.
-    if not all(share <= _BOUND for share in ((shares[0], mean) if f8 else shares)):
-        raise RuntimeError(f"losses {losses} are not those of plain JAX, {others}")
-    return max(shares)
 
 
 def busy(contender: Contender) -> dict[str, float]:
@@ -191,9 +153,7 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
         if not is_asked or (way.is_tuned and not on_gpu):
             continue
         program = programs[way.name] = Program(way, settings, options)
-        state = State(program, texts)
-        losses[way.name] = [float(state.step(program)) for _ in texts]
-        del state  # before the next one is made
+        losses[way.name] = State(program, texts).losses(program)
         print(
             f"{way.name}: {program.tuning_s:.0f} s of tuning, "
             f"{program.compile_s:.0f} s of compiling, loss {losses[way.name][-1]:.4f}",
@@ -201,21 +161,8 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
         )
         check(losses[way.name], losses[PLAIN], f8=way.f8)
     state = State(programs[PLAIN], texts)
-    builds = native.cache_stats().builds
-    contenders = {
-        name: Contender(
-            call=lambda program=program: state.step(program),
-            wait=jax.block_until_ready,
-        )
-        for name, program in programs.items()
-    }
-    times = alternate(
-        contenders,
-        rounds=options.rounds,
-        round_ms=1000.0,
-        least_calls=3,
-    )
-    assert native.cache_stats().builds == builds, "a plan was built while timing"
+    contenders = {name: state.contender(each) for name, each in programs.items()}
+    times = alternate(contenders, rounds=options.rounds, round_ms=1000.0, least_calls=3)
     found: list[Row] = []
     for name, program in programs.items():
         timing = summary(times[name], times[PLAIN])
@@ -246,15 +193,16 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
     return found
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report as a page."""
-    lines = [
-        "# Training Llama-2",
-        "",
+def _head(data: Data) -> str:
+    return (
         f"Printed by `{data['command']}` and others like it; do not edit. "
         f"{last_run_text(data['environment'])} `XLA_FLAGS`: "
-        f"{data['XLA_FLAGS'] or 'none'}.",
-        "",
+        f"{data['XLA_FLAGS'] or 'none'}."
+    )
+
+
+def _lines(data: Data) -> list[str]:
+    return [
         "The model of examples/train_llama.py under plain `jax.jit`, its layers in a "
         "loop. A step is forward, backward and AdamW with f32 parameters; it computes "
         "in bf16 where no f8 is named. Times are medians of rounds in which all "
@@ -262,7 +210,7 @@ def markdown(data: dict[str, Any]) -> str:
         "cuDNN attention, with the lowest and highest. Utilisation is of the bf16 "
         "peak, by the operations of products. The time in which the GPU sends and "
         "computes nothing is that of busy less that of computing. Losses are those of "
-        f"plain JAX within {_BOUND:.0%}, from the same start, in f8 the first one and "
+        f"plain JAX within {BOUND:.0%}, from the same start, in f8 the first one and "
         "the mean; the last column but one has the largest difference.",
         "",
         _MAXTEXT,
@@ -274,12 +222,10 @@ def markdown(data: dict[str, Any]) -> str:
             map(_cells, data["rows"]),
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> list[Any]:
-    collectives = row["collectives"].items()
-    told = ", ".join(f"{count} {kind}" for kind, count in collectives)
+    told = listed(row["collectives"])
     share = row["utilisation"]
     parts = [row.get(name) for name in ("computes_ms", "sends_ms", "busy_ms")]
     looped = "" if row["unroll"] == 1 else f", {row['unroll']} layers a turn"
@@ -292,6 +238,9 @@ def _cells(row: Row) -> list[Any]:
         *(f"{row['mib']:,}", f"{row['compile_s']:.0f}", f"{row['tuning_s']:.0f}"),
         *(f"{row['loss_share']:.2%}", told or "nothing"),
     ]
+
+
+markdown = Page(name="llama", title="Training Llama-2", head=_head, lines=_lines)
 
 
 def main() -> None:
@@ -337,8 +286,7 @@ def main() -> None:
     command += ["--gpus", str(options.gpus)]
     found = Table(
         folder=options.out,
-        name="llama",
-        markdown=markdown,
+        page=markdown,
         keys=_NAMES,
         order=tuple(SIZES),
         versions=versions,

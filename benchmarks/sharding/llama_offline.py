@@ -15,30 +15,26 @@ not told.
 
 import argparse
 import shlex
-import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
-
-from benchmarks.harness.page import Row, table
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
-from benchmarks.sharding.llama import PLAIN, ROWS, WAYS, Way
-from benchmarks.sharding.several_gpus import cudnn_calls
-from benchmarks.xla.traffic import moved, told_of, told_of_moved
-from benchmarks.xla.traffic import received as received_of
-from benchmarks.xla.xla_code import described
-from jax_cudnn import offline, plans
-
-# The example's own modules, as it imports them itself.
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from language.training import Trainer
 from llama.layout import POLICIES, choose_layout
 from llama.settings import SIZES
 from llama.task import llama_task
+
+from benchmarks.harness.page import Data, Page, Row, table
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
+from benchmarks.sharding.llama import ROWS, WAYS, Way
+from benchmarks.sharding.several_gpus import cudnn_calls
+from benchmarks.sharding.steps import PLAIN
+from benchmarks.xla.traffic import moved, told_of, told_of_moved
+from benchmarks.xla.traffic import received as received_of
+from benchmarks.xla.xla_code import described
+from jax_cudnn import offline, plans
 
 # What names a row of the table.
 _NAMES = ("size", "GPU", "gpus", "mesh", "rows", "packed", "remat", "contender")
@@ -110,14 +106,15 @@ def measure(way: Way, options: argparse.Namespace, target: Target) -> Row:
     }
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report as a page."""
-    lines = [
-        "# Llama-2 compiled for GPUs that are not there",
-        "",
+def _head(data: Data) -> str:
+    return (
         f"Printed by `{data['command']}` and others like it; do not edit. "
-        f"JAX {data['environment']['JAX']}.",
-        "",
+        f"JAX {data['environment']['JAX']}."
+    )
+
+
+def _lines(data: Data) -> list[str]:
+    return [
         "A step of examples/train_llama.py, in bf16, with plans that are not tuned. "
         "State and scratch are what XLA allocates on each device. What a device "
         "receives in a step is by kind and dtype, the layers' loop counted as often as "
@@ -135,7 +132,6 @@ def markdown(data: dict[str, Any]) -> str:
             map(_cells, data["rows"]),
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> list[Any]:
@@ -149,6 +145,14 @@ def _cells(row: Row) -> list[Any]:
         "" if row["contender"] == PLAIN else told_of_moved(row.get("moved", [])),
         *(f"{row['trace_s']:.1f}", f"{row['compile_s']:.0f}"),
     ]
+
+
+markdown = Page(
+    name="llama_offline",
+    title="Llama-2 compiled for GPUs that are not there",
+    head=_head,
+    lines=_lines,
+)
 
 
 def main() -> None:
@@ -179,18 +183,11 @@ def main() -> None:
         "packed": options.packed,
         "remat": options.remat,
     }
-    command = [
-        "python",
-        "-m",
-        "benchmarks.llama_offline",
-        "--size",
-        options.size,
-    ]
+    command = ["python", "-m", "benchmarks.llama_offline", "--size", options.size]
     command += ["--gpus", str(options.gpus), "--gpu", options.gpu]
     found = Table(
         folder=options.out,
-        name="llama_offline",
-        markdown=markdown,
+        page=markdown,
         keys=_NAMES,
         order=tuple(SIZES),
         versions={"GPU": about["GPU"], "JAX": jax.__version__},

@@ -20,7 +20,7 @@ tries the script on CPU devices; its times say nothing.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_cudnn
-from benchmarks.harness.page import spread, table, versions_text
+from benchmarks.harness.contest import BOTH, FORWARD, program
+from benchmarks.harness.page import RANGE, Data, Page, Row, table_of, versions_text
 from benchmarks.harness.program import parser
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
-from jax_cudnn import masks, native, parallel
+from jax_cudnn import masks, parallel
 
 _PAGES = {False: "parallel", True: "parallel_packed"}
 _ONE = "one GPU"
@@ -152,50 +153,29 @@ def _programs(workload: Workload) -> dict[str, tuple[_Attention, list[jax.Array]
     return found
 
 
-def _forward(attention: _Attention, *operands: jax.Array) -> Any:
-    return attention(*operands[:3])
+_PASSES = {"forward": FORWARD, "forward and backward": BOTH}
 
 
-def _with_gradients(attention: _Attention, *operands: jax.Array) -> Any:
-    output, transpose = jax.vjp(attention, *operands[:3])
-    return output, transpose(operands[3])
-
-
-_PASSES = {"forward": _forward, "forward and backward": _with_gradients}
-
-
-def run(workload: Workload, rounds: int) -> list[dict[str, Any]]:
+def run(workload: Workload, rounds: int) -> Iterator[Row]:
     """Time all contenders, forward and with gradients."""
-    rows: list[dict[str, Any]] = []
-    programs = _programs(workload)
-    for what, function in _PASSES.items():
-        compiled = {
-            name: jax.jit(functools.partial(function, attention))
-            .lower(*operands)
-            .compile()
-            for name, (attention, operands) in programs.items()
-        }
-        contenders = {
-            name: Contender(
-                call=functools.partial(compiled[name], *programs[name][1]),
-                wait=jax.block_until_ready,
-            )
-            for name in programs
-        }
-        for contender in contenders.values():
-            # Each device builds its plans when it first runs a program.
-            contender.wait(contender.call())
-        builds = native.cache_stats().builds
+    found = _programs(workload)
+    for title, what in _PASSES.items():
+        compiled: dict[str, Any] = {}
+        contenders: dict[str, Contender] = {}
+        for name, (attention, (*operands, cotangent)) in found.items():
+            given = operands, [cotangent]
+            made = jax.jit(program(attention, what)).lower(*given).compile()
+            compiled[name] = made
+            call = functools.partial(made, *given)
+            contenders[name] = Contender(call=call, wait=jax.block_until_ready)
         timings = compare(contenders, baseline=_ONE, rounds=rounds, least_calls=1)
-        assert native.cache_stats().builds == builds, "a plan was built while timing"
         for name, timing in timings.items():
-            rows.append(_row(workload, what, name, timing, compiled[name]))
-    return rows
+            yield _row(workload, title, name, timing, compiled[name])
 
 
 def _row(
     workload: Workload, what: str, name: str, timing: Timing, compiled: Any
-) -> dict[str, Any]:
+) -> Row:
     memory = compiled.memory_analysis()
     ideal = 1.0 if name == _ONE else workload.ideal
     row = {
@@ -215,8 +195,14 @@ def _row(
     return row
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _head(data: Data) -> str:
+    return (
+        f"Written by `{data['command']}`; do not edit. "
+        f"{versions_text(data['environment'])}, {data['workload']['devices']} devices."
+    )
+
+
+def _lines(data: Data) -> list[str]:
     workload = Workload(**data["workload"])
     what = "One causal sequence"
     if workload.documents:
@@ -227,12 +213,15 @@ def markdown(data: dict[str, Any]) -> str:
             f"{lengths.max():,} tokens, {workload.documents:,} on average, packed in "
             f"one sequence, {own} of them for one GPU: a row"
         )
-    lines = [
-        "# Attention over several GPUs",
-        "",
-        f"Written by `{data['command']}`; do not edit. "
-        f"{versions_text(data['environment'])}, {workload.devices} devices.",
-        "",
+    rows = [
+        {
+            **row,
+            "ms": row["median_us"] / 1e3,
+            "mib": row["temporary_bytes"] / 2**20,
+        }
+        for row in data["rows"]
+    ]
+    return [
         f"{what} of {workload.tokens:,} tokens in bf16, {workload.h} "
         f"query heads, {workload.k} key heads, head size {workload.d}. One GPU "
         f"computes {workload.tokens_of_one:,} tokens; at best, all of them take "
@@ -241,20 +230,19 @@ def markdown(data: dict[str, Any]) -> str:
         "are to one GPU, with the lowest and highest. Memory is what XLA allocates on "
         "each device, beside operands and results.",
         "",
-        *table(
+        *table_of(
+            rows,
             "pass | contender | >ms | >ratio | range | >efficiency | >memory (MiB)",
-            map(_cells, data["rows"]),
+            "{pass} | {contender} | {ms:.1f} | {ratio:.2f} | "
+            + RANGE
+            + " | {efficiency:.0%} | {mib:.0f}",
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        *(row["pass"], row["contender"], f"{row['median_us'] / 1e3:.1f}"),
-        *(f"{row['ratio']:.2f}", spread(row), f"{row['efficiency']:.0%}"),
-        f"{row['temporary_bytes'] / 2**20:.0f}",
-    ]
+markdown = Page(
+    name="parallel", title="Attention over several GPUs", head=_head, lines=_lines
+)
 
 
 def main() -> None:
@@ -289,8 +277,8 @@ def main() -> None:
     packed = f" --documents {options.documents}" if options.documents else ""
     found = Table(
         folder=options.out,
+        page=markdown,
         name=_PAGES[bool(options.documents)],
-        markdown=markdown,
         keeps="nothing",
         about={
             "command": f"python -m benchmarks.parallel --tokens {options.tokens} "

@@ -9,37 +9,34 @@ for how times are taken. Plans are untuned, but for choices that the package shi
 Devices add up their shares of a product in the operands' dtype, as plain JAX does,
 unless `--reduce-dtype f32` asks for jax_cudnn's default.
 
-    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.several_gpus --tiny
+    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.several_gpus --small
 
 runs everything in small sizes on devices of the CPU.
 """
 
-import argparse
 import collections
 import functools
-import math
 import re
-import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType
 
 from benchmarks.harness.checks import check, relative_errors
-from benchmarks.harness.page import ranged, table, versions_text
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
+from benchmarks.harness.contest import BOTH, FORWARD, program
+from benchmarks.harness.page import RANGED, Data, Page, Row, table_of
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.harness.versions import environment
-from benchmarks.sharding.several_gpus_cells import AXIS, Cell, Function, cells
-from jax_cudnn import native, plans
+from benchmarks.sharding.several_gpus_cells import AXIS, Cell, cells
+from jax_cudnn import plans
 
 OURS, PLAIN = "jax_cudnn", "plain JAX"
-FORWARD, BOTH = "fwd", "fwd+bwd"
+DIRECTIONS = {"fwd": FORWARD, "fwd+bwd": BOTH}
 _KINDS = (
     "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|"
     "collective-permute"
@@ -49,20 +46,10 @@ _KINDS = (
 # wrong result, with a term or a sum over devices too few, is off by about 1.
 BOUNDS = 3e-2, 3e-1
 
+Sums = Literal["f32", "operands"]
+
 
 # --- one cell -------------------------------------------------------------------------
-
-
-def _forward(function: Function) -> Callable[..., tuple[jax.Array, ...]]:
-    return lambda cotangent, *operands: (function(*operands),)
-
-
-def _with_gradients(function: Function) -> Callable[..., tuple[jax.Array, ...]]:
-    def run(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        output, pullback = jax.vjp(function, *operands)
-        return output, *pullback(cotangent)
-
-    return run
 
 
 def sent(text: str) -> list[str]:
@@ -79,51 +66,47 @@ def cudnn_calls(text: str) -> list[str]:
     return re.findall(r'"(jax_cudnn\.\w+|__cudnn\$\w+)"', text)
 
 
-def _counts(names: Sequence[str]) -> dict[str, int]:
+def counted(names: Sequence[str]) -> dict[str, int]:
+    """Return how often each name is there, sorted by name."""
     return dict(sorted(collections.Counter(names).items()))
 
 
 def run_cell(
-    cell: Cell,
-    what: str,
-    arrays: Sequence[jax.Array],
-    *,
-    reduce_dtype: Literal["f32", "operands"] = "operands",
-    **how: Any,
-) -> list[dict[str, Any]]:
+    cell: Cell, what: str, operands: Sequence[Any], sums: Sums, rounds: dict[str, Any]
+) -> list[Row]:
     """Time a cell in one direction; return the row of each contender."""
-    wrapped = {FORWARD: _forward, BOTH: _with_gradients}[what]
-    rows: dict[str, dict[str, Any]] = {}
+    cotangent, *arrays = operands
+    rows: dict[str, Row] = {}
     results: dict[str, Any] = {}
     contenders: dict[str, Contender] = {}
     for name, function in ((OURS, cell.ours), (PLAIN, cell.plain)):
+        run = jax.jit(program(function, DIRECTIONS[what]))
         start = time.monotonic()
-        with plans.using(reduce_dtype=reduce_dtype):
-            program = jax.jit(wrapped(function)).lower(*arrays).compile()
-        seconds, text = time.monotonic() - start, program.as_text()
-        memory = program.memory_analysis()
+        with plans.using(reduce_dtype=sums):
+            compiled = run.lower(arrays, [cotangent]).compile()
+        seconds, text = time.monotonic() - start, compiled.as_text()
+        memory = compiled.memory_analysis()
         assert text is not None
         assert memory is not None
-        call = functools.partial(program, *arrays)
-        results[name] = call()
+        call = functools.partial(compiled, arrays, [cotangent])
+        results[name] = jax.tree.leaves(call())
         contenders[name] = Contender(call=call, wait=jax.block_until_ready)
         rows[name] = {
             "cell": cell.name,
             "split": cell.split,
             "what": what,
+            "sums": sums,
             "contender": name,
             "compile_s": round(seconds, 2),
-            "collectives": _counts([each.split()[0] for each in sent(text)]),
+            "collectives": counted([each.split()[0] for each in sent(text)]),
             "sent": sent(text),
-            "cudnn_calls": _counts(cudnn_calls(text)),
+            "cudnn_calls": counted(cudnn_calls(text)),
             "results_split": [_spec(x) for x in results[name]],
             "temporary_bytes": memory.temp_size_in_bytes,
         }
     pairs = relative_errors(results.pop(OURS), results.pop(PLAIN))
     errors = [float(f"{float(error):.3g}") for error in pairs]
-    builds = native.cache_stats().builds
-    times = alternate(contenders, **how)
-    assert native.cache_stats().builds == builds, "a plan was built while timing"
+    times = alternate(contenders, **rounds)
     for name, row in rows.items():
         timing = summary(times[name], times[PLAIN])
         numbers = {
@@ -136,17 +119,7 @@ def run_cell(
         }
         row |= {key: float(f"{value:.5g}") for key, value in numbers.items()}
         row["errors"] = errors
-        print(
-            f"  {what:8s} {name:10s} {_ms(row)} ms  {ranged(row)}  "
-            f"{_listed(row['collectives'])}; {_listed(row['cudnn_calls'])}; "
-            f"errors {errors}",
-            flush=True,
-        )
     return [*rows.values()]
-
-
-def _ms(row: dict[str, Any]) -> str:
-    return f"{row['median_ms']:.3f} ({row['low_ms']:.3f}-{row['high_ms']:.3f})"
 
 
 def _spec(x: jax.Array) -> str:
@@ -154,134 +127,113 @@ def _spec(x: jax.Array) -> str:
     return str(x.sharding) if spec is None else f"({', '.join(map(str, spec))})"
 
 
-# --- the report -----------------------------------------------------------------------
+def _cases(*, small: bool) -> list[Cell]:
+    if jax.device_count() < 2:
+        sys.exit("benchmarks.several_gpus needs two devices or more")
+    return list(cells(small=small))
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report as a page."""
+def _measure(found: Sequence[Cell], reduce_dtype: Sums) -> Iterator[list[Row]]:
+    """Yield the rows of cells; failures stop no others."""
+    rounds: dict[str, Any] = {"rounds": 7, "round_ms": 20.0}
+    if jax.default_backend() != "gpu":
+        rounds = {"rounds": 3, "round_ms": 1.0, "least_calls": 2}
+    plans.set_cache(None)  # no plans and choices of other runs, and none left behind
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+    failed: list[str] = []
+    for cell in found:
+        arrays = cell.operands(mesh)
+        for what in DIRECTIONS:
+            try:
+                rows = run_cell(cell, what, arrays, reduce_dtype, rounds)
+                check(rows[0]["errors"], *BOUNDS)
+                yield rows
+            except Exception:
+                traceback.print_exc()
+                failed.append(f"{cell} {what}")
+    if failed:
+        sys.exit(f"failed: {failed}")
+
+
+# --- the page -------------------------------------------------------------------------
+
+
+_MS = "{median_ms:.3f} ({low_ms:.3f}-{high_ms:.3f})"
+
+
+def _lines(data: Data) -> list[str]:
     pairs = [*zip(data["rows"][::2], data["rows"][1::2], strict=True)]
-    lines = [
-        "# Several GPUs",
-        "",
-        f"Printed by `{data['command']}`; do not edit. "
-        f"{versions_text(data['environment'])}.",
-        "",
+    shown = [
+        {**ours, "theirs": _MS.format_map(plain), "error": max(ours["errors"])}
+        for ours, plain in pairs
+    ]
+    every = {row["sums"] for row in data["rows"]}
+    sums = "f32" if every == {"f32"} else "the dtype of the operands"
+    return [
         "Programs under plain `jax.jit`, whose operands are split over all GPUs. Times "
         "are medians of alternating rounds in one run, with their range; the ratio is "
         "to plain JAX (`jax.nn.dot_product_attention` through cuDNN, `x @ w`, "
         "`jax.lax.conv_general_dilated`, and for experts a sort and "
         "`jax.lax.ragged_dot` in a `shard_map` that gathers the weights) on the same "
         "shards, round by round. jax_cudnn adds up the shares of devices in "
-        f"{'f32' if data['reduce_dtype'] == 'f32' else 'the dtype of the operands'}. "
-        "Errors "
-        "are relative norms of the difference from plain JAX, the largest of all "
-        "results.",
+        f"{sums}. Errors are relative norms of the difference from plain JAX, the "
+        "largest of all results.",
         "",
-        *table(
+        *table_of(
+            shown,
             "workload | split | | ms | plain JAX, ms | ratio | >error",
-            (
-                [
-                    *(ours["cell"], ours["split"], ours["what"], _ms(ours)),
-                    *(_ms(plain), ranged(ours), f"{max(ours['errors']):.1e}"),
-                ]
-                for ours, plain in pairs
-            ),
+            f"{{cell}} | {{split}} | {{what}} | {_MS} | {{theirs}} | {RANGED} | "
+            "{error:.1e}",
         ),
-    ]
-    lines += [
         "",
         "What the compiled programs hold: where they differ, jax_cudnn's and then "
         "plain JAX's. Results are the output and the gradients of all operands.",
         "",
-        *table(
-            "workload | split | | collectives | calls of cuDNN | results split",
+        *table_of(
             map(_held, pairs),
+            "workload | split | | collectives | calls of cuDNN | results split",
+            "{cell} | {split} | {what} | {collectives} | {cudnn_calls} | {results}",
         ),
     ]
-    for failure in data["failures"]:
-        lines += ["", f"Failed: {failure['cell']}: {failure['error']}"]
-    return "\n".join(lines) + "\n"
 
 
-def _held(pair: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what both programs hold, once where it is the same."""
-    yield from (pair[0][key] for key in ("cell", "split", "what"))
-    for told in (
-        [_listed(row["collectives"]) for row in pair],
-        [_listed(row["cudnn_calls"]) for row in pair],
-        [" ".join(row["results_split"]) for row in pair],
-    ):
-        yield "<br>".join(dict.fromkeys(told))
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the cells, writing the report after each; failures stop no others."""
-    start = time.monotonic()
-    count = len(jax.devices())
-    if count < 2:
-        sys.exit("benchmarks.several_gpus needs two devices or more")
-    mesh = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
-    versions = environment()
-    command = ["python", "-m", "benchmarks.several_gpus"]
-    command += ["--tiny"] if options.tiny else []
-    command += ["--reduce-dtype=f32"] if options.reduce_dtype == "f32" else []
-    command += ["--cells", options.cells] if options.cells else []
-    data: dict[str, Any] = {
-        "command": shlex.join(command),
-        "reduce_dtype": options.reduce_dtype,
-        "environment": {**versions, "GPU": f"{count} x {versions['GPU']}"},
-        "rows": [],
-        "failures": [],
+def _held(pair: Sequence[Row]) -> Row:
+    """Return what both programs hold, once where it is the same."""
+    told = {
+        "collectives": [listed(row["collectives"]) or "none" for row in pair],
+        "cudnn_calls": [listed(row["cudnn_calls"]) or "none" for row in pair],
+        "results": [" ".join(row["results_split"]) for row in pair],
     }
-    report = Table(folder=options.out, name="several_gpus", markdown=markdown)
-    rounds: dict[str, Any] = {"rounds": 7, "round_ms": 20.0}
-    if options.tiny:
-        rounds = {"rounds": 3, "round_ms": 1.0, "least_calls": 2}
-    for cell in cells(tiny=options.tiny):
-        if not re.search(options.cells, cell.key):
-            continue
-        spent = time.monotonic() - start
-        if spent > options.budget_s:
-            print(f"not run for lack of time: {cell.key}")
-            continue
-        print(f"[{spent:5.0f} s] {cell.key}", flush=True)
-        arrays = cell.operands(mesh)
-        for what in (FORWARD, BOTH):
-            try:
-                rows = run_cell(
-                    cell, what, arrays, reduce_dtype=options.reduce_dtype, **rounds
-                )
-                data["rows"] += rows
-                check(rows[0]["errors"], *BOUNDS)
-            except Exception as error:
-                traceback.print_exc()
-                text = f"{type(error).__name__}: {error}"[:2000]
-                data["failures"].append({"cell": f"{cell.key} {what}", "error": text})
-        report.write(data)
-    print(f"[{time.monotonic() - start:5.0f} s] done")
-    return data
+    return {**pair[0], **{k: "<br>".join(dict.fromkeys(v)) for k, v in told.items()}}
+
+
+def listed(counts: dict[str, int]) -> str:
+    """Return counts by name in words."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+markdown = Page(
+    name="several_gpus",
+    title="Several GPUs",
+    command="python -m benchmarks.several_gpus",
+    lines=_lines,
+)
 
 
 def main() -> None:
     """Run the cells that are asked for."""
-    made = parser(__doc__)
-    made.add_argument("--cells", default="", help="regex on 'name, ... split'")
-    made.add_argument("--budget-s", type=float, default=math.inf,
-                        help="start no cell after so many seconds")  # fmt: skip
-    made.add_argument("--reduce-dtype", choices=("f32", "operands"),
-                        default="operands",
-                        help="of sums over devices; default: operands")  # fmt: skip
-    made.add_argument("--tiny", action="store_true", help="small sizes, for CPUs")
-    options = made.parse_args()
-    plans.set_cache(None)  # no plans and choices of other runs, and none left behind
-    data = run(options)
-    print(markdown(data))
-    if data["failures"]:
-        sys.exit(f"failed: {[failure['cell'] for failure in data['failures']]}")
+    versions = environment()
+    gpu = f"{jax.device_count()} x {versions['GPU']}"
+    sums = {"choices": ("f32", "operands"), "default": "operands"}
+    run_benchmark(
+        __doc__,
+        _cases,
+        _measure,
+        markdown,
+        options={"--reduce-dtype": {**sums, "help": "of sums over devices"}},
+        keys=("cell", "split", "what", "contender"),
+        versions={**versions, "GPU": gpu},
+    )
 
 
 if __name__ == "__main__":

@@ -38,9 +38,7 @@ class Cell:
     # Operands after the first are weights and biases.
     has_weights: bool = True
 
-    @property
-    def key(self) -> str:
-        """The cell by a name of its own."""
+    def __str__(self) -> str:
         return f"{self.name}, {self.split} split"
 
     def operands(self, mesh: jax.sharding.Mesh) -> list[jax.Array]:
@@ -65,10 +63,10 @@ def _mlp(product: Function, layer: Function) -> Function:
     return run
 
 
-def cells(*, tiny: bool) -> Iterator[Cell]:
+def cells(*, small: bool) -> Iterator[Cell]:
     """Yield the cells; every split axis is a multiple of 8."""
     has_gpu = jax.default_backend() == "gpu"
-    b, s, h, d = (8, 24, 16, 4) if tiny else (8, 4096, 16, 128)
+    b, s, h, d = (8, 24, 16, 4) if small else (8, 4096, 16, 128)
     for split, spec in (("batch", (AXIS,)), ("heads", (None, None, AXIS))):
         yield Cell(
             name=f"sdpa ({b},{s},{h}h,{d}) causal",
@@ -83,7 +81,7 @@ def cells(*, tiny: bool) -> Iterator[Cell]:
             has_weights=False,
         )
 
-    m, r, n = (40, 16, 48) if tiny else (16384, 4096, 16384)
+    m, r, n = (40, 16, 48) if small else (16384, 4096, 16384)
     rows, columns, last = (AXIS,), (None, AXIS), (AXIS,)
 
     def ours_layer(x: Any, w: Any, bias: Any) -> jax.Array:
@@ -120,7 +118,7 @@ def cells(*, tiny: bool) -> Iterator[Cell]:
             cotangent=cotangent,
         )
 
-    i, y, x, c, o = (16, 6, 5, 7, 24) if tiny else (128, 56, 56, 256, 256)
+    i, y, x, c, o = (16, 6, 5, 7, 24) if small else (128, 56, 56, 256, 256)
     how: Any = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
     channels = (None, None, None, AXIS)
     for split, specs, cotangent in (
@@ -140,14 +138,14 @@ def cells(*, tiny: bool) -> Iterator[Cell]:
             specs=specs,
             cotangent=cotangent,
         )
-    yield from _experts(tiny=tiny)
+    yield from _experts(small=small)
 
 
-def _experts(*, tiny: bool) -> Iterator[Cell]:
+def _experts(*, small: bool) -> Iterator[Cell]:
     """Yield a layer whose devices share the experts, and one that has all on each."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-    tokens, width, hidden = (64, 16, 24) if tiny else (16384, 2048, 1024)
-    experts, top_k, rows = 8 if tiny else 64, 4, (AXIS,)
+    tokens, width, hidden = (64, 16, 24) if small else (16384, 2048, 1024)
+    experts, top_k, rows = 8 if small else 64, 4, (AXIS,)
     weights = (experts, width, hidden)
 
     def ours(**axes: str) -> Function:

@@ -15,41 +15,36 @@ tries the script on devices of the CPU; its times say nothing.
 
 import re
 import shlex
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-
-from benchmarks.harness.page import ranged, table, versions_text
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
-from benchmarks.harness.timing import Contender, Timing, alternate, summary
-from benchmarks.harness.versions import environment
-from benchmarks.sharding.several_gpus import sent
-from jax_cudnn import native, plans
-
-# The example's own modules, as it imports them itself.
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from gpt.layout import Parallel, choose_layout
 from gpt.settings import SIZES, VOCABULARY
 from gpt.task import gpt_task
 from language.settings import Settings
-from language.text import Rows, batch_of, read_corpus
+from language.text import batch_of, read_corpus
 from language.training import Trainer
 
-OURS, PLAIN = "jax_cudnn", "plain JAX"
+from benchmarks.harness.page import RANGED, Data, Page, table_of
+from benchmarks.harness.program import parser
+from benchmarks.harness.records import Table
+from benchmarks.harness.timing import Timing, alternate, summary
+from benchmarks.harness.versions import environment
+from benchmarks.sharding.several_gpus import listed
+from benchmarks.sharding.steps import BOUND, PLAIN, Compiled, State, check
+from jax_cudnn import plans
+
+OURS = "jax_cudnn"
 _OTHER_GPT = (
     "GPT-2 small in [models.md](../../benchmarks/models.md) has another ratio, since "
     "it is another configuration: its vocabulary has 50,304 tokens instead of "
     f"{VOCABULARY} bytes, and `plans.autotune` has tuned its plans, which was not done "
     "here."
 )
-# Losses of contenders differ by rounding only, over the steps that are compared.
-_STEPS, _BOUND = 10, 0.02
+# The steps whose losses are compared.
+_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,29 +69,12 @@ def ways(settings: Settings) -> Iterator[Way]:
         yield Way(name="tensor", parallel="tensor", mesh=f"1x{count}", batch=batch)
 
 
-class Run:
-    """A contender: a compiled step, and the state that it last returned."""
+class Run(NamedTuple):
+    """A contender, its state, and its first losses."""
 
-    def __init__(self, way: Way, settings: Settings, texts: list[Rows]) -> None:
-        layout = choose_layout(way.parallel, way.mesh, settings)
-        start = time.monotonic()
-        self._trainer = Trainer(gpt_task(settings, layout))
-        program = self._trainer.step
-        self.compile_s = time.monotonic() - start
-        self._texts = [self._trainer.place(text) for text in texts]
-        self._state = self._trainer.initial()
-        self._taken = 0
-        self.losses = [float(self.step()) for _ in range(_STEPS)]
-        text, memory = program.as_text(), program.memory_analysis()
-        self.sent = sorted(each.split()[0] for each in sent(text))
-        self.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-
-    def step(self) -> jax.Array:
-        """Take a step, and return the loss before it."""
-        text = self._texts[self._taken % len(self._texts)]
-        self._taken += 1
-        self._state, loss = self._trainer.step(self._state, text)
-        return loss
+    program: Compiled
+    state: State
+    losses: list[float]
 
 
 def row(
@@ -117,9 +95,9 @@ def row(
             grown / alone.ratio_high,
             grown / alone.ratio_low,
         ),
-        "mib": round(run.bytes / 2**20),
-        "compile_s": round(run.compile_s, 1),
-        "collectives": {kind: run.sent.count(kind) for kind in dict.fromkeys(run.sent)},
+        "mib": round(run.program.bytes / 2**20),
+        "compile_s": round(run.program.compile_s, 1),
+        "collectives": run.program.collectives,
         "losses": [round(loss, 5) for loss in run.losses],
     }
 
@@ -138,27 +116,22 @@ def measure(settings: Settings, pattern: str, rounds: int) -> list[dict[str, Any
         corpus = read_corpus(None, own)
         texts = [batch_of(corpus, own, step) for step in range(_STEPS)]
         for package in (OURS, PLAIN):
-            baseline = package == PLAIN
-            run = Run(way, replace(own, baseline=baseline), texts)
-            runs[way, package] = run
-            print(
-                f"{way.name}, {package}: {run.compile_s:.0f} s, {run.losses[-1]:.4f}",
-                flush=True,
-            )
+            layout = choose_layout(way.parallel, way.mesh, own)
+            task = gpt_task(replace(own, baseline=package == PLAIN), layout)
+            program = Compiled(Trainer(task))
+            state = State(program, texts)
+            runs[way, package] = Run(program, state, state.losses(program))
+            print(f"{way.name}, {package}: {program.compile_s:.0f} s", flush=True)
         check(runs[way, OURS].losses, runs[way, PLAIN].losses)
-    builds = native.cache_stats().builds
     times = alternate(
         {
-            f"{way.name}, {package}": Contender(
-                call=run.step, wait=jax.block_until_ready
-            )
+            f"{way.name}, {package}": run.state.contender(run.program)
             for (way, package), run in runs.items()
         },
         rounds=rounds,
         round_ms=400.0,
         least_calls=3,
     )
-    assert native.cache_stats().builds == builds, "a plan was built while timing"
     found: list[dict[str, Any]] = []
     for (way, package), run in runs.items():
         own = times[f"{way.name}, {package}"]
@@ -170,49 +143,36 @@ def measure(settings: Settings, pattern: str, rounds: int) -> list[dict[str, Any
     return found
 
 
-def check(losses: list[float], others: list[float]) -> None:
-    """Raise if the losses of two contenders differ by more than rounding."""
-    # Written so that a NaN fails.
-    if not all(abs(a - b) <= _BOUND * b for a, b in zip(losses, others, strict=True)):
-        raise RuntimeError(f"losses {losses} are not those of plain JAX, {others}")
-
-
-def markdown(data: dict[str, Any]) -> str:
-    """Return the report as a page."""
+def _lines(data: Data) -> list[str]:
     model = data["model"]
-    lines = [
-        "# Training GPT-2 on several GPUs",
-        "",
-        f"Printed by `{data['command']}`; do not edit. "
-        f"{versions_text(data['environment'])}.",
-        "",
+    rows = [
+        {**row, "sends": listed(row["collectives"]) or "nothing"}
+        for row in data["rows"]
+    ]
+    speedup = "{scaling:.2f} ({scaling_low:.2f}-{scaling_high:.2f})"
+    return [
         f"The example's model under plain `jax.jit`: {model['layers']} layers of width "
         f"{model['width']}, {model['heads']} heads, context {model['context']}, "
         f"{model['dtype']}. A step is forward, backward and AdamW. Times are medians "
         "of rounds in which all contenders take turns. The ratio is to plain JAX with "
         "`jax.nn`'s cuDNN attention, divided the same way; the speedup is in tokens a "
         "second, to one GPU with the same package; both with the lowest and highest. "
-        f"Losses of both packages agree within {_BOUND:.0%} over the first {_STEPS} "
+        f"Losses of both packages agree within {BOUND:.0%} over the first {_STEPS} "
         "steps.",
         "",
         _OTHER_GPT,
         "",
-        *table(
+        *table_of(
+            rows,
             "divided by | >batch | contender | >ms | ratio | speedup | >MiB a GPU "
             "| sends",
-            map(_cells, data["rows"]),
+            f"{{way}} | {{batch}} | {{contender}} | {{ms:.2f}} | {RANGED} | {speedup} "
+            "| {mib:,} | {sends}",
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
-    collectives = row["collectives"].items()
-    told = ", ".join(f"{count} {kind}" for kind, count in collectives)
-    return [
-        *(row["way"], row["batch"], row["contender"], f"{row['ms']:.2f}"),
-        *(ranged(row), ranged(row, "scaling"), f"{row['mib']:,}", told or "nothing"),
-    ]
+markdown = Page(name="train_gpt", title="Training GPT-2 on several GPUs", lines=_lines)
 
 
 def main() -> None:
@@ -232,8 +192,7 @@ def main() -> None:
     names = ("layers", "width", "heads", "context", "dtype")
     found = Table(
         folder=options.out,
-        name="train_gpt",
-        markdown=markdown,
+        page=markdown,
         keeps="nothing",
         versions={**versions, "GPU": f"{count} x {versions['GPU']}"},
         about={

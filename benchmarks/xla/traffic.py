@@ -51,7 +51,7 @@ class Sent:
 
 def traffic(text: str) -> list[Sent]:
     """Return what a program sends, by kind and dtype; conditionals count in full."""
-    blocks = dict(_blocks(text))
+    blocks = dict(blocks_of(text))
     devices = int((re.search(r"num_partitions=(\d+)", text) or [0, 1])[1])
     found: dict[tuple[str, str], Sent] = {}
     for name, times in _times(blocks):
@@ -98,8 +98,8 @@ def moved(text: str) -> list[list[int]]:
     multiplications and what is sent between devices are left out. Of an array that is
     cut or changed in place, the part counts.
     """
-    blocks = dict(_blocks(text))
-    ways = (x for lines in blocks.values() for y in lines for x in _ways_of(y))
+    blocks = dict(blocks_of(text))
+    ways = (x for lines in blocks.values() for y in lines for x in called_by(y))
     runs = {"ENTRY", *(called for way, called in ways if way == "body")}
     return [
         [times, round(_moved_in(blocks, name) / 2**20)]
@@ -113,7 +113,8 @@ def told_of_moved(rows: list[list[int]]) -> str:
     return ", ".join(f"{times} x {mib:,}" for times, mib in rows)
 
 
-def _ways_of(line: re.Match[str]) -> list[tuple[str, str]]:
+def called_by(line: re.Match[str]) -> list[tuple[str, str]]:
+    """Return the computations that a line calls: how, and their names."""
     return _CALLED.findall(line["rest"])
 
 
@@ -122,15 +123,15 @@ def _moved_in(blocks: dict[str, list[re.Match[str]]], name: str) -> float:
     types = {line["name"]: line["type"] for line in blocks[name]}
     for line in blocks[name]:
         if line["op"] in ("fusion", "fusion-start") and not _GEMM.search(line["rest"]):
-            ((_, called),) = _ways_of(line)
+            ((_, called),) = called_by(line)
             lines = blocks[called]
             total += _written(lines)
             total += sum(
-                min(_size(types.get(each, "")), _read(lines, i))
-                for i, each in enumerate(_names(line))
+                min(size_of(types.get(each, "")), _read(lines, i))
+                for i, each in enumerate(names_of(line))
             )
         elif line["op"] in ("copy", "transpose", "convert", "broadcast"):
-            total += 2 * _size(line["type"])
+            total += 2 * size_of(line["type"])
     return total
 
 
@@ -144,10 +145,10 @@ def _read(lines: list[re.Match[str]], parameter: int) -> float:
 
     def of(line: re.Match[str]) -> float:
         total = 0.0
-        for reader in (x for x in lines if line["name"] in _names(x)):
-            is_first = _names(reader)[0] == line["name"]
+        for reader in (x for x in lines if line["name"] in names_of(x)):
+            is_first = names_of(reader)[0] == line["name"]
             if reader["op"] in ("slice", "dynamic-slice") and is_first:
-                total += _size(reader["type"])
+                total += size_of(reader["type"])
             elif reader["op"] == "bitcast":
                 total += of(reader)
             elif not (reader["op"] == "dynamic-update-slice" and is_first):
@@ -162,21 +163,22 @@ def _written(lines: list[re.Match[str]]) -> float:
     named = {line["name"]: line for line in lines}
     root = lines[-1]
     total = 0.0
-    for line in map(named.get, _names(root)) if root["op"] == "tuple" else [root]:
+    for line in map(named.get, names_of(root)) if root["op"] == "tuple" else [root]:
         while line is not None and line["op"] == "bitcast":
-            line = named.get(_names(line)[0])
+            line = named.get(names_of(line)[0])
         if line is not None and line["op"] == "dynamic-update-slice":
-            line = named.get(_names(line)[1])
-        total += 0 if line is None else _size(line["type"])
+            line = named.get(names_of(line)[1])
+        total += 0 if line is None else size_of(line["type"])
     return total
 
 
-def _names(line: re.Match[str]) -> list[str]:
+def names_of(line: re.Match[str]) -> list[str]:
+    """Return the names of a line's operands."""
     return re.findall(r"[\w.\-]+", _bare(line["operands"]))
 
 
-def _size(type_: str) -> int:
-    """Return the bytes of an array, or of the arrays of a tuple."""
+def size_of(type_: str) -> int:
+    """Return the bytes of an array, or of the arrays of a tuple, by its type."""
     return sum(
         BYTES.get(dtype, 0) * math.prod(map(int, dims.split(",") if dims else ()))
         for dtype, dims in _ARRAY.findall(type_)
@@ -188,7 +190,7 @@ def _bare(operands: str) -> str:
     return re.sub(r"\w+\[[\d,]*\](\{[^}]*\})?|/\*.*?\*/", "", operands)
 
 
-def _blocks(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
+def blocks_of(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
     """Yield the computations: names, "ENTRY" for the first to run, and their lines."""
     name, lines = "", list[re.Match[str]]()
     for line in re.sub(r"/\*.*?\*/", "", text).split("\n"):

@@ -26,12 +26,11 @@ from jax.experimental import topologies
 import jax_cudnn.flax.linen
 from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, program
 from benchmarks.harness.operands import Operand
-from benchmarks.harness.page import measured_by, page, table
-from benchmarks.harness.program import parser
-from benchmarks.harness.records import Table
+from benchmarks.harness.page import Data, Page, Row, table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.layers import norms, operation_cells
 from benchmarks.products import fusion_cells
-from benchmarks.xla.traffic import BYTES
+from benchmarks.xla.traffic import blocks_of, called_by, names_of, size_of
 from jax_cudnn import offline, plans
 from jax_cudnn.config import Implementation
 
@@ -57,10 +56,6 @@ class Kernel:
     written: int
 
 
-_LINE = re.compile(
-    r" +(?:ROOT )?(?P<name>%[\w.\-]+) = (?P<type>\([^=]*?\)|\S+) "
-    r"(?P<op>[\w\-]+)\((?P<operands>.*?)\)(?P<rest>.*)"
-)
 # These are no kernels: names for what is there.
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 # Elementwise, so that a slice of the result reads a slice of the operand.
@@ -72,45 +67,28 @@ def kernels(text: str) -> list[Kernel]:
 
     An operand that a kernel reads through slices alone counts as much as they do.
     """
-    blocks = dict(_blocks(re.sub(r"/\*.*?\*/", "", text)))
+    blocks = dict(blocks_of(text))
     types: dict[str, str] = {}
     found: list[Kernel] = []
     for line in blocks["ENTRY"]:
         types[line["name"]] = line["type"]
         if line["op"] in _NAMES:
             continue
-        called = re.search(r"calls=(%[\w.\-]+)", line["rest"])
-        inner = blocks.get(called[1], []) if called else []
-        operands = dict.fromkeys(re.findall(r"%[\w.\-]+", line["operands"]))
+        called = dict(called_by(line)).get("calls", "")
+        inner = blocks.get(called, [])
         read = sum(
-            size(types[name]) * _share(inner, i) for i, name in enumerate(operands)
+            size_of(types[name]) * _share(inner, i)
+            for i, name in enumerate(dict.fromkeys(names_of(line)))
         )
         found.append(
             Kernel(
                 name=line["name"],
                 op=line["op"],
                 read=round(read),
-                written=size(line["type"]),
+                written=size_of(line["type"]),
             )
         )
     return found
-
-
-def _blocks(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
-    """Yield the computations of a program: names, and matches of their lines."""
-    for block in text.split("\n\n"):
-        head, _, body = block.strip().partition("\n")
-        name = re.match(r"ENTRY|%[\w.\-]+", head)
-        if name is not None:
-            yield name[0], list(filter(None, map(_LINE.match, body.split("\n"))))
-
-
-def size(type_: str) -> int:
-    """Return the bytes of an array, or of the arrays of a tuple."""
-    return sum(
-        BYTES.get(dtype, 0) * math.prod(map(int, dims.split(",") if dims else ()))
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", type_)
-    )
 
 
 def _share(lines: Sequence[re.Match[str]], parameter: int) -> float:
@@ -126,7 +104,7 @@ def _share(lines: Sequence[re.Match[str]], parameter: int) -> float:
 def _read_elements(lines: Sequence[re.Match[str]], of: re.Match[str]) -> int:
     total = 0
     for line in lines:
-        if of["name"] not in re.findall(r"%[\w.\-]+", line["operands"]):
+        if of["name"] not in names_of(line):
             continue
         if line["op"] == "slice":
             total += _elements(line["type"])
@@ -220,6 +198,9 @@ class Workload:
     plain: Sequence[Function]
     operands: Sequence[jax.ShapeDtypeStruct]
     has_gradients: bool = True
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -370,12 +351,11 @@ def _moved(
     return sum(each.read + each.written for each in found), len(found)
 
 
-def markdown(data: Mapping[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     rows = data["rows"]
     above = [row for row in rows if row["ratio"] > _MOST]
     groups = len({row["workload"] for row in rows})
-    lines = [
+    return [
         "Where cuDNN has no plan, or is not there, jax_cudnn runs code that XLA",
         "compiles. This page counts what that code reads and writes on a GPU, beside",
         "the code of plain JAX: `jax.nn`, `jax.lax` and the formulas of Flax. No time",
@@ -392,13 +372,6 @@ def markdown(data: Mapping[str, Any]) -> str:
             map(_cells, rows),
         ),
     ]
-    return page(
-        data,
-        lines,
-        title="XLA's code beside plain JAX",
-        comment="The bytes that XLA's code moves.",
-        command=measured_by("xla_code"),
-    )
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
@@ -407,40 +380,32 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     return [row["workload"], row["what"], *ours, *plain, f"{row['ratio']:.2f}"]
 
 
-def start(doc: str | None, **of_table: Any) -> tuple[str, Compiler, Table]:
-    """Return which cases are asked for, a compiler, and the table of a program."""
-    made = parser(doc)
-    made.add_argument("--only", default="", metavar="REGEX", help="by their names")
-    options = made.parse_args()
+def measured(
+    doc: str | None,
+    cases: Callable[..., Sequence[Any]],
+    measure: Callable[[Compiler, Any], Iterator[Row]],
+    page: Page,
+) -> None:
+    """Compile the cases that are asked for, and write the page after each."""
     # JAX's check of the driver's libraries, which are not here.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+    def rows(found: Sequence[Any]) -> Iterator[list[Row]]:
+        compiler = Compiler(_GPU)
+        for case in found:
+            yield list(measure(compiler, case))
+
     versions = {"GPU": _GPU, "JAX": jax.__version__}
-    found = Table(
-        folder=options.out, versions=versions, keeps="these versions", **of_table
-    )
-    if not options.only:
-        found.forget()
-    return options.only, Compiler(_GPU), found
+    keys = ("workload", "model", "what", "contender")
+    run_benchmark(doc, cases, rows, page, versions=versions, keys=keys)
 
 
-def main() -> None:
-    """Compile the workloads and write the page."""
-    every = workloads()
-    only, compiler, rows = start(
-        __doc__,
-        name="xla_code",
-        markdown=markdown,
-        keys=("workload", "what"),
-        order=[work.name for work in every],
-    )
-    for work in every:
-        if re.search(only, work.name):
-            for row in measure(compiler, work):
-                rows.add(row)
-                print(
-                    f"{row['ratio']:6.2f} {row['workload']}, {row['what']}", flush=True
-                )
-
+markdown = Page(
+    name="xla_code",
+    title="XLA's code beside plain JAX",
+    comment="The bytes that XLA's code moves.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    measured(__doc__, lambda *, small: workloads(), measure, markdown)

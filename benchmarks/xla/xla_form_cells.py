@@ -15,7 +15,7 @@ import numpy as np
 import jax_cudnn
 from benchmarks.harness.contest import XLA
 from benchmarks.harness.operands import Operand
-from benchmarks.layers import norms
+from benchmarks.layers import norms, operation_cells
 
 Function = Callable[..., Any]
 _Shape = tuple[int, ...]
@@ -48,7 +48,7 @@ class Workload:
 def workloads(*, small: bool) -> list[Workload]:
     """Return the workloads, or small ones, of which each operation has one a dtype."""
     made = [*_norms(small), *_products(small), *_attention(small), *_pools(small)]
-    return [*made, *_depthwise(small), *_grouped(small)]
+    return [*made, *_depthwise(small), *_dilated(small), *_grouped(small)]
 
 
 def _sizes(
@@ -200,31 +200,55 @@ def _depthwise(small: bool) -> Iterator[Workload]:
         sizes = [((2, 9, 16), 3, 1, 2), ((2, 6, 5, 16), 3, 2, 1)]
     for shape, window, step, dilation in sizes:
         for dtype in (_NARROW, _WIDE):
-            yield _depthwise_of(shape, window, step, dilation, dtype)
+            options = {"window_strides": step, "rhs_dilation": dilation}
+            yield _convolution("depthwise conv", shape, window, dtype, **options)
 
 
-def _depthwise_of(
-    shape: _Shape, window: int, step: int, dilation: int, dtype: str
+def _dilated(small: bool) -> Iterator[Workload]:
+    """Yield convolutions with holes: those of WaveNet are causal."""
+    sizes = [((4, 8192, 128), 2, 8), ((4, 8192, 128), 2, 512), ((16, 4096, 256), 3, 2)]
+    sizes += [((8, 64, 64, 256), 3, 6), ((8, 32, 32, 512), 3, 2)]
+    if small:
+        sizes = [((2, 12, 16), 2, 4), ((2, 6, 5, 16), 3, 2)]
+    for shape, window, dilation in sizes:
+        causal = {"padding": [(dilation, 0)]} if window == 2 else {}
+        for dtype in (_NARROW, _WIDE):
+            options = {"outputs": 256, "rhs_dilation": dilation, **causal}
+            yield _convolution("conv", shape, window, dtype, **options)
+
+
+def _convolution(
+    name: str,
+    shape: _Shape,
+    window: int,
+    dtype: str,
+    *,
+    outputs: int = 0,
+    window_strides: int = 1,
+    rhs_dilation: int = 1,
+    padding: Any = "SAME",
 ) -> Workload:
+    """Return a convolution of equal axes; without ``outputs`` a depthwise one."""
     axes, channels = len(shape) - 2, shape[-1]
     options: dict[str, Any] = {
-        "window_strides": (step,) * axes,
-        "padding": "SAME",
-        "rhs_dilation": (dilation,) * axes,
+        "window_strides": (window_strides,) * axes,
+        "padding": padding,
+        "rhs_dilation": (rhs_dilation,) * axes,
         "dimension_numbers": _NHWC if axes == 2 else ("NWC", "WIO", "NWC"),
-        "feature_group_count": channels,
+        "feature_group_count": 1 if outputs else channels,
     }
-    filters = (*[window] * axes, 1, channels)
-    more = f", step {step}" if step > 1 else ""
-    more += f", dilation {dilation}" if dilation > 1 else ""
+    inner = channels if outputs else 1
+    filters = (*[window] * axes, inner, outputs or channels)
+    more = f", step {window_strides}" if window_strides > 1 else ""
+    more += f", dilation {rhs_dilation}" if rhs_dilation > 1 else ""
     return Workload(
-        operation=_named(f"depthwise conv {'x'.join([str(window)] * axes)}", dtype),
+        operation=_named(f"{name} {'x'.join([str(window)] * axes)}", dtype),
         size=f"({','.join(map(str, shape))}){more}",
         ours=lambda x, w: jax_cudnn.conv(x, w, **options),
         plain={"lax.conv": lambda x, w: jax.lax.conv_general_dilated(x, w, **options)},
         operands=(
             Operand(shape, dtype=dtype),
-            Operand(filters, window ** (-0.5 * axes), dtype=dtype),
+            Operand(filters, (inner * window**axes) ** -0.5, dtype=dtype),
         ),
     )
 
@@ -266,33 +290,14 @@ def _attention(small: bool) -> Iterator[Workload]:
 def _pools(small: bool) -> Iterator[Workload]:
     wide = (32, 28, 28, 256)
     shapes = (64, 112, 112, 64), (64, 56, 56, 64), (32, 28, 28, 256)
-    around = ((1, 1), (1, 1))
-
-    def largest(x: jax.Array) -> jax.Array:
-        every = ((0, 0), *around, (0, 0))
-        window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, every)
-
-    def mean(x: jax.Array) -> jax.Array:
-        window = (1, 2, 2, 1)
-        return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, window, "VALID") / 4
-
     for shape, dtype in _sizes(small, (2, 12, 12, 8), wide, *shapes):
-        both: dict[str, tuple[Function, Function]] = {
-            "max pool 3x3/2": (
-                lambda x: jax_cudnn.max_pool(x, (3, 3), (2, 2), around),
-                largest,
-            ),
-            "average pool 2x2/2": (
-                lambda x: jax_cudnn.avg_pool(x, (2, 2), (2, 2)),
-                mean,
-            ),
-        }
-        for name, (ours, plain) in both.items():
+        for pool in (operation_cells.max_pool, operation_cells.average_pool):
+            cell = pool(shape, dtype)
+            assert cell.ours is not None
             yield Workload(
-                operation=_named(name, dtype),
-                size=_text(shape),
-                ours=ours,
-                plain={"lax.reduce_window": plain},
-                operands=(Operand(shape, dtype=dtype),),
+                operation=_named(cell.operation, dtype),
+                size=cell.size,
+                ours=cell.ours(),
+                plain={"lax.reduce_window": cell.rivals[XLA].function},
+                operands=cell.operands,
             )

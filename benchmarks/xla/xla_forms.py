@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks.harness.call_times import batched, timed
 from benchmarks.harness.contest import BOTH, FORWARD, Function, program
 from benchmarks.harness.operands import as_operand, count_of, drawn_sets
-from benchmarks.harness.page import measured_by, page, table
+from benchmarks.harness.page import Data, Page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Timing, summary
 from benchmarks.xla.xla_form_cells import Workload, workloads
@@ -30,7 +30,6 @@ from jax_cudnn.policy.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import compile_over_sets
 from jax_cudnn.tuning.together import together
 
-_NAME = "xla_forms"
 _LOSS = "of a loss"
 _OURS = "jax_cudnn"
 _Run = Callable[..., Any]
@@ -140,8 +139,7 @@ def _largest_ratio(times: Mapping[str, Sequence[float]]) -> tuple[str, Timing]:
     return form, found[form]
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+def _lines(data: Data) -> list[str]:
     rows = data["rows"]
     every = [(row, what) for row in rows for what in (FORWARD, BOTH, _LOSS)]
     timed_ = [(row, what) for row, what in every if what in row]
@@ -161,13 +159,7 @@ def markdown(data: dict[str, Any]) -> str:
         lines += ["", *(f"- {_place(row, what)}" for row, what in over)]
     columns = "operation | size | >µs | >forward | >µs | >with gradients | >µs "
     lines += ["", *table(f"{columns} | >of a loss", map(_cells, rows))]
-    return page(
-        data,
-        lines,
-        title="XLA's form of operations beside plain JAX",
-        comment="What jax_cudnn runs through XLA, beside plain JAX, on a GPU.",
-        command=measured_by("xla_forms"),
-    )
+    return lines
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -187,10 +179,12 @@ def _place(row: Mapping[str, Any], what: str) -> str:
     )
 
 
-def main() -> None:
-    """Measure, and write the table."""
-    run_benchmark(__doc__, workloads, measure, markdown, name=_NAME)
-
+markdown = Page(
+    name="xla_forms",
+    title="XLA's form of operations beside plain JAX",
+    comment="What jax_cudnn runs through XLA, beside plain JAX, on a GPU.",
+    lines=_lines,
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, workloads, measure, markdown)

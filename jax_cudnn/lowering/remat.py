@@ -19,6 +19,7 @@ from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, is_anchor, saved_results
+from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_reference
 from jax_cudnn.lowering.sharding.array_types import struct_of, typed_like
@@ -117,7 +118,7 @@ def _of_products(policy: Policy, equation: Any) -> Any:
     if policy is jax.checkpoint_policies.nothing_saveable:
         return Recompute
     if equation.primitive is kept_p:
-        products = _products_of_kept(equation.params["kind"])
+        products = _products_of_kind(equation.params["kind"])
     else:
         products = _products_of(equation.params["graph"], equation.params["options"])
     answers = (_answer(policy, product) for product in products)
@@ -126,7 +127,11 @@ def _of_products(policy: Policy, equation: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _products_of(graph: Graph, options: Options) -> tuple[Any, ...]:
-    """Return the matmuls and convolutions of the graph's reference, as equations."""
+    """Return the matmuls and convolutions of the graph's reference, as equations.
+
+    A convolution that the reference writes as a sum of shifted products counts as the
+    convolution that it is in plain JAX.
+    """
     operands = [
         jax.ShapeDtypeStruct(tensor.stored_shape, jax_dtype(tensor.dtype))
         for tensor in graph.input_tensors
@@ -136,19 +141,24 @@ def _products_of(graph: Graph, options: Options) -> tuple[Any, ...]:
         return run_reference(graph, operands, options)
 
     with _jax.without_mesh():
-        return tuple(_products_in(jax.make_jaxpr(run)(*operands).jaxpr))
+        found = tuple(_products_in(jax.make_jaxpr(run)(*operands).jaxpr))
+    is_conv = any(node.kind in TRIPLES for node in graph.nodes)
+    return _products_of_kind("conv") if is_conv and not found else found
 
 
-@functools.lru_cache(maxsize=2)
-def _products_of_kept(kind: str) -> tuple[Any, ...]:
-    """Return the products of attention, or of one matmul, of any size."""
-    if kind == "sdpa":
-        # Over examples and heads.
-        x = jax.ShapeDtypeStruct((2, 2, 2, 2), jnp.float32)
-        run, operands = jax.nn.dot_product_attention, (x, x, x)
-    else:
-        x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-        run, operands = jnp.matmul, (x, x)
+@functools.lru_cache(maxsize=3)
+def _products_of_kind(kind: str) -> tuple[Any, ...]:
+    """Return the products of attention, a convolution or a matmul, of any size."""
+    run, rank, count = {
+        "sdpa": (jax.nn.dot_product_attention, 4, 3),  # over examples and heads
+        "conv": (
+            functools.partial(jax.lax.conv, window_strides=(1,), padding="SAME"),
+            3,
+            2,
+        ),
+        "matmul": (jnp.matmul, 2, 2),
+    }[kind]
+    operands = [jax.ShapeDtypeStruct((2,) * rank, jnp.float32)] * count
     with _jax.without_mesh():
         return tuple(_products_in(jax.make_jaxpr(run)(*operands).jaxpr))
 

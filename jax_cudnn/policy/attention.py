@@ -78,7 +78,7 @@ class Attention:
     def scores(self) -> int:
         """The scores of all heads and sequences."""
         batch, heads, tokens, _ = self._query.dims
-        return batch * heads * tokens**2
+        return batch * heads * tokens * self.keys
 
     @property
     def keys(self) -> int:

@@ -15,7 +15,7 @@ part goes first. The first row that holds decides. A row has
 * ``knobs``: those of the plan of cuBLASLt's that is tried first;
 * ``elsewhere``: "cudnn" or "xla", where the row's engines are not those of the target,
   with ``why_elsewhere``;
-* ``by``: the command that measured it.
+* ``by``: the command that measured it, or the page about what was measured once.
 
 A row of "matmuls unlike all" is about matmuls that no measured kernel is like.
 

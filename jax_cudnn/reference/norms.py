@@ -141,11 +141,15 @@ def _shifted_moments(
     shift = jax.lax.stop_gradient(jnp.where(is_near, sampled, 0))
     moved = x - shift
     (total,) = _sums((moved,), axes)
-    offset = total / _count(x, axes)
+    count = _count(x, axes)
+    offset = total / count
     square = _mean_square(moved, axes, epsilon)
     # Squares beyond the dtype's range leave an infinite variance, not a NaN.
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
-    variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
+    # Not the square of the offset: if that is a single number, XLA of JAX 0.10 squares
+    # the total, which may overflow, and then divides.
+    squared_offset = total * (offset / count)
+    variance = square - jnp.where(is_too_large, 0, squared_offset)
     return shift + offset, jnp.where(variance < 0, 0, variance)
 
 

@@ -159,7 +159,7 @@ def _log1p(x: jax.Array) -> jax.Array:
 def test_it_gets_the_sums_and_is_rounded_once() -> None:
     rng = np.random.default_rng(0)
     a, b, bias, scale = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.bfloat16))
         for shape in ((7, 64), (64, 5), (5,), (7, 5))
     )
     seen = []
@@ -188,14 +188,14 @@ def test_integers_reach_it_as_f32() -> None:
 def test_it_sees_the_result_as_the_caller_does(function: Function) -> None:
     rng = np.random.default_rng(1)
     x, w, bias = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        jnp.asarray(np.asarray(rng.standard_normal(s), jnp.float32))
         for s in ((2, 3, 5, 6), (4, 3, 2, 3), (4,))
     )
     plain = lax.conv(x, w, (1, 1), "VALID") + bias[:, None, None][None]
     assert_close(conv(x, w, bias=bias, activation=function), function(plain), 1e-5)
 
     a, b, v = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        jnp.asarray(np.asarray(rng.standard_normal(s), jnp.float32))
         for s in ((2, 3, 5, 6), (3, 6, 4), (6,))
     )
     b = b[None]
@@ -215,7 +215,10 @@ def test_it_sees_the_result_as_the_caller_does(function: Function) -> None:
 
 def test_it_may_capture_what_it_learns() -> None:
     rng = np.random.default_rng(2)
-    x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 3), (3, 4)))
+    x, w = (
+        jnp.asarray(np.asarray(rng.standard_normal(s), jnp.float32))
+        for s in ((5, 3), (3, 4))
+    )
     slopes = jnp.asarray([0.1, 0.2, 0.3, 0.4])
 
     def prelu(y: jax.Array, slopes: jax.Array) -> jax.Array:

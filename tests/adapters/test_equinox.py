@@ -15,6 +15,7 @@ import jax_cudnn
 from jax_cudnn import masks
 from jax_cudnn.adapters.equinox import to_cudnn
 from tests.adapters.formulas import attention
+from tests.common import drawn
 
 pytestmark = pytest.mark.once
 
@@ -79,7 +80,7 @@ def _values_and_gradients(model: Model, x: jax.Array) -> Any:
 def test_models_compute_what_equinox_computes() -> None:
     model = Model(_KEY)
     turned = to_cudnn(model)
-    x = jax.random.normal(_KEY, (4, 3, 9, 8))
+    x = drawn.normal(0, (4, 3, 9, 8))
     # The gradients are modules: of the same leaves, in the same order.
     for found, expected in zip(
         jax.tree.leaves(_values_and_gradients(turned, x)),
@@ -125,7 +126,7 @@ def test_weights_are_read_as_they_lie() -> None:
 
 def test_masks_are_data_and_rows_without_keys_are_0() -> None:
     layer = to_cudnn(eqx.nn.MultiheadAttention(2, 8, key=_KEY))
-    x = jax.random.normal(_KEY, (6, 8))
+    x = drawn.normal(0, (6, 8))
     found = layer(x, x, x, masks.Causal())
     array = layer(x, x, x, jnp.tril(jnp.ones((6, 6), bool)))
     np.testing.assert_allclose(found, array, rtol=1e-5, atol=1e-6)
@@ -145,7 +146,7 @@ def test_dropout_drops_weights_in_training_only() -> None:
         [unit] * 4,
     )
     layer = to_cudnn(layer)
-    q, k = jax.random.normal(_KEY, (2, 32, 8 * 32))
+    q, k = drawn.normal(0, (2, 32, 8 * 32))
     v = jnp.tile(jnp.eye(32), (1, 8))
     run = eqx.filter_jit(lambda layer, key: layer(q, k, v, key=key))
     heads = (1, 32, 8, 32)
@@ -169,7 +170,7 @@ def test_16_bit_models_may_get_f32_inputs() -> None:
     narrow = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, layer
     )
-    x = jax.random.normal(_KEY, (6, 8))
+    x = drawn.normal(0, (6, 8))
     for y in (x, x.astype(jnp.bfloat16)):
         found, own = (each(y, y, y) for each in (to_cudnn(narrow), narrow))
         assert found.dtype == own.dtype

@@ -19,6 +19,7 @@ import jax_cudnn
 from jax_cudnn import f8
 from jax_cudnn.adapters import maxtext
 from tests.adapters.formulas import attention, table
+from tests.common import drawn
 
 pytestmark = pytest.mark.once
 
@@ -69,13 +70,11 @@ class AttentionOp:
 
 
 _OPERANDS = [
-    jax.random.normal(key, (_B, _S, heads, size)) / 2
-    for key, heads, size in zip(
-        jax.random.split(jax.random.key(0), 3), (_H, _K, _K), (_D, _D, _D), strict=True
-    )
+    drawn.normal(i, (_B, _S, heads, _D), size=0.5)
+    for i, heads in enumerate((_H, _K, _K))
 ]
 _IDS = np.array([[1] * 6 + [2] * 7 + [0] * 3, [1] * 9 + [2] * 4 + [3] * 3])
-_SINKS = jnp.arange(4.0) - 1
+_SINKS = np.arange(4, dtype=np.float32) - 1
 _KINDS: dict[str, tuple[AttentionOp, Any, dict[str, Any]]] = {
     "global": (AttentionOp(), lambda i, j: j <= i, {}),
     "a mask": (AttentionOp(max_segments_per_seq=-1), lambda i, j: j <= i, {}),
@@ -99,7 +98,7 @@ _KINDS: dict[str, tuple[AttentionOp, Any, dict[str, Any]]] = {
     "sinks": (
         AttentionOp(),
         lambda i, j: j <= i,
-        {"more": np.exp(np.asarray(_SINKS))[:, None, None]},
+        {"more": np.exp(_SINKS)[:, None, None]},
     ),
 }
 
@@ -190,7 +189,7 @@ class DenseGeneral(linen.Module):
 
 
 def test_quantised_layers_are_those_in_f8() -> None:
-    x = jax.random.normal(jax.random.key(1), (48, 64))
+    x = drawn.normal(1, (48, 64))
     for recipe in (f8.Delayed(history=4), f8.Current()):
         layer = DenseGeneral(maxtext.F8Quantization(recipe))
         variables = jax.jit(layer.init)(jax.random.key(2), x)

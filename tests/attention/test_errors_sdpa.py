@@ -14,7 +14,7 @@ from tests.attention.shared.oracle import SIZES, shape_of
 
 
 def _zeros(axes: str, dtype: Any = jnp.bfloat16, **sizes: int) -> jax.Array:
-    return jnp.zeros(shape_of(axes, {**SIZES, **sizes}), dtype)
+    return jnp.asarray(np.zeros(shape_of(axes, {**SIZES, **sizes}), dtype))
 
 
 def _call(**changes: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 
 from jax_cudnn import masks, sdpa
 from tests.attention.shared.oracle import numpy_gradients, numpy_sdpa
+from tests.common import drawn
 from tests.common.devices import gradient, mesh_of, placed
 
 pytestmark = pytest.mark.sampled
@@ -240,15 +241,12 @@ def test_a_mask_at_the_end_of_a_cache_is_an_array_only_where_it_hides_something(
 
 
 def _operands(s: int = 6, t: int = 8) -> list[jax.Array]:
-    return [
-        jax.random.normal(jax.random.key(i), (B, size, H, 4))
-        for i, size in enumerate((s, t, t))
-    ]
+    return [drawn.normal(i, (B, size, H, 4)) for i, size in enumerate((s, t, t))]
 
 
 def test_a_mask_adds_to_the_other_arguments() -> None:
     q, k, v = _operands()
-    bias = jax.random.normal(jax.random.key(9), (1, H, 6, 8))
+    bias = drawn.normal(9, (1, H, 6, 8))
     segments = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * B)
     lengths, fewer = np.array([8, 5, 3]), np.array([6, 7, 2], np.int8)
     got = sdpa(
@@ -320,7 +318,7 @@ def test_they_are_arguments_of_transformed_functions() -> None:
     def loss(bias: Any) -> jax.Array:
         return jnp.sum(jnp.sin(sdpa(q, k, v, mask=mask & masks.Additive(bias))))
 
-    bias = jax.random.normal(jax.random.key(5), (H, 6, 8))
+    bias = drawn.normal(5, (H, 6, 8))
     found = jax.grad(loss)(bias)
     plain = jax.grad(
         lambda bias: jnp.sum(jnp.sin(sdpa(q, k, v, bias, **mask.arguments(6, 8))))
@@ -330,8 +328,10 @@ def test_they_are_arguments_of_transformed_functions() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
-    q, k, v = (jax.random.normal(jax.random.key(i), (4, 8, H, 4)) for i in range(3))
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 8)), jnp.int32)
+    q, k, v = (drawn.normal(i, (4, 8, H, 4)) for i in range(3))
+    ids = jnp.asarray(
+        np.asarray(np.random.default_rng(0).integers(0, 2, (4, 8)), jnp.int32)
+    )
 
     def run(q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
         return sdpa(q, k, v, mask=masks.Segments(ids) & masks.Causal())
@@ -518,7 +518,7 @@ def test_lengths_of_few_bits_count_beyond_what_they_hold(
     dtype: Any, length: int
 ) -> None:
     """300 tokens are more than 8 bits hold."""
-    q = jax.random.normal(jax.random.key(0), (1, 300, 1, 4))
+    q = drawn.normal(0, (1, 300, 1, 4))
     length = max(length, 0) if np.iinfo(dtype).min == 0 else length
     narrow, wide = (np.array([length], x) for x in (dtype, np.int32))
     for make in (

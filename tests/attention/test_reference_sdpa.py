@@ -519,7 +519,8 @@ def test_the_smallest_sizes_are_taken(size: int, draw: Draw) -> None:
 def test_lengths_beyond_the_axis_are_the_whole_axis_in_any_dtype(dtype: type) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (
-        jnp.asarray(rng.standard_normal((2, 5, 3, 8)), jnp.float32) for _ in range(3)
+        jnp.asarray(np.asarray(rng.standard_normal((2, 5, 3, 8)), jnp.float32))
+        for _ in range(3)
     )
     lengths = np.array([np.iinfo(dtype).max, 4], dtype)
     got = sdpa(query, key, value, key_value_seq_lengths=lengths)

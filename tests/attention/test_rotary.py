@@ -9,6 +9,7 @@ from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn.ops.attention.rotary import Rotary
+from tests.common import drawn
 
 pytestmark = pytest.mark.once
 
@@ -17,7 +18,7 @@ B, S, H, D = 3, 7, 5, 12
 
 
 def draw(*shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(len(shape)), shape, dtype)
+    return drawn.normal(len(shape), shape, dtype)
 
 
 def turned(x, positions, *, base=10_000.0, fraction=1.0, interleaved=False, omega=None):

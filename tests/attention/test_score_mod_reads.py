@@ -21,6 +21,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_cudnn import masks, parallel, qkv_sdpa, score_mods, sdpa
 from jax_cudnn.flax import nnx
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -31,9 +32,7 @@ def _operands(
     b: int = 2, s: int = 4, t: int = 6, h: int = 6, k: int = 3
 ) -> list[jax.Array]:
     shapes = ((b, s, h, 8), (b, t, k, 8), (b, t, k, 8))
-    return [
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)
-    ]
+    return [drawn.normal(i, shape) for i, shape in enumerate(shapes)]
 
 
 # Of batch entry, head, query and key. What depends on a query and a key depends on

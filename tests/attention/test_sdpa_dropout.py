@@ -23,6 +23,7 @@ from jax_cudnn.ops.attention.dropout import with_dropout
 from jax_cudnn.reference.attention.dropout import kept, numbered, philox
 from tests.attention.shared.dense import dense_attention, with_gradients
 from tests.attention.shared.dropout import numpy_kept, numpy_numbers
+from tests.common.evaluating import with_pullback
 from tests.conftest import Draw
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64"), pytest.mark.sampled]
@@ -30,6 +31,8 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64"), pytest.mark.samp
 _SIZES = {"b": 2, "s": 37, "t": 53, "h": 6, "k": 3, "d": 5, "e": 4}
 _KEY = jax.random.key(11)
 _RATE = 0.3
+_kept = jax.jit(kept, static_argnums=(0, 3))
+_numbered = jax.jit(numbered, static_argnums=(1, 2))
 
 
 def _operands(draw: Draw, dtype: Any = jnp.float64) -> list[jax.Array]:
@@ -43,13 +46,10 @@ def _one(x: int) -> jax.Array:
 def _weights(key: jax.Array, *, rate: float = _RATE, **sizes: int) -> np.ndarray:
     """Return which weights a call keeps: with equal scores, values show them."""
     b, s, t, h = (sizes.get(x, _SIZES[x]) for x in "bsth")
-    shown = jnp.broadcast_to(jnp.eye(t)[None, :, None], (b, t, h, t))
-    output = sdpa(
-        jnp.zeros((b, s, h, 8)),
-        jnp.zeros((b, t, h, 8)),
-        shown,
-        dropout_rate=rate,
-        dropout_key=key,
+    shown = np.broadcast_to(np.eye(t)[None, :, None], (b, t, h, t))
+    call = jax.jit(functools.partial(sdpa, dropout_rate=rate))
+    output = call(
+        np.zeros((b, s, h, 8)), np.zeros((b, t, h, 8)), shown, dropout_key=key
     )
     scaled = np.moveaxis(np.asarray(output) * t * (1 - rate), 1, 2)
     np.testing.assert_allclose(scaled[scaled != 0], 1, rtol=1e-4)
@@ -104,10 +104,10 @@ _MASKS = json.loads(_FILE.read_text())
 def test_the_mask_is_that_of_cudnn(case: dict[str, Any]) -> None:
     b, h, s, t = case["shape"]
     count = math.floor((1 - case["rate"]) * 2**16) + 1
-    got = kept(
+    got = _kept(
         1 - count / 2**16,
         _one(case["seed"]),
-        numbered(_one(case["offset"]), b, h),
+        _numbered(_one(case["offset"]), b, h),
         (s, t),
     )
     digest = hashlib.sha256(np.packbits(np.asarray(got)).tobytes()).hexdigest()
@@ -121,16 +121,16 @@ def test_the_mask_is_that_of_numpy(s: int, t: int) -> None:
     for seed in (5, -3, 2**31 - 1):
         want = numpy_kept(0.375, seed, offsets, s, t)
         offset = jnp.asarray(offsets[..., None, None])
-        got = kept(0.375, _one(seed), offset, (s, t))
+        got = _kept(0.375, _one(seed), offset, (s, t))
         np.testing.assert_array_equal(got, want)
         rows = jnp.arange(s // 3, s, dtype=jnp.int32)
-        got = kept(0.375, _one(seed), offset, (s, t), rows)
+        got = _kept(0.375, _one(seed), offset, (s, t), rows)
         np.testing.assert_array_equal(got, want[:, :, s // 3 :])
 
 
 def test_no_rows_and_no_keys_have_an_empty_mask() -> None:
-    assert kept(0.5, _one(1), numbered(_one(0), 2, 3), (0, 4)).shape == (2, 3, 0, 4)
-    assert kept(0.5, _one(1), numbered(_one(0), 2, 3), (4, 0)).shape == (2, 3, 4, 0)
+    assert _kept(0.5, _one(1), _numbered(_one(0), 2, 3), (0, 4)).shape == (2, 3, 0, 4)
+    assert _kept(0.5, _one(1), _numbered(_one(0), 2, 3), (4, 0)).shape == (2, 3, 4, 0)
 
 
 @pytest.mark.parametrize("rate", [0.003, 0.1, 0.5, 0.9])
@@ -214,12 +214,13 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
     def truth(given: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return dense_attention(**given, seen=visible, factors=factors)
 
-    (output, residual), back = jax.vjp(function, *(given[n] for n in names))
-    pulls = pull, jnp.zeros_like(residual)
+    operands = [given[name] for name in names]
+    pulls = pull, jnp.zeros(jax.eval_shape(function, *operands)[1].shape)
+    (output, residual), gradients = with_pullback(function, operands, pulls)
     (want, want_residual), slopes = with_gradients(truth, given, pulls)
     np.testing.assert_allclose(output, want, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(residual, want_residual, rtol=1e-9, atol=1e-11)
-    for name, got in zip(names, back(pulls), strict=True):
+    for name, got in zip(names, gradients, strict=True):
         np.testing.assert_allclose(
             got, slopes[name], rtol=1e-8, atol=1e-10, err_msg=name
         )
@@ -291,10 +292,10 @@ def test_examples_of_a_vmap_have_the_mask_of_their_key(
         x if axis == 0 else x[0]
         for x, axis in zip((keys, *operands), axes, strict=True)
     ]
-    got = jax.vmap(one, axes)(*given)
+    got, alone = jax.jit(jax.vmap(one, axes))(*given), jax.jit(one)
     for i in range(3):
         each = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(one(*each)), strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (got, alone(*each))), strict=True):
             np.testing.assert_allclose(x[i], y, rtol=1e-9, atol=1e-11)
 
 
@@ -328,9 +329,9 @@ def test_a_part_of_batch_and_heads_drops_what_it_drops_in_the_whole() -> None:
     mask = _weights(_KEY)
     b, h = _SIZES["b"], _SIZES["h"]
     words = jnp.asarray(jax.random.bits(_KEY, (2,), jnp.uint32)).view(jnp.int32)
-    offset = numbered(words[1] & jnp.int32(2**30 - 4), b, h)
+    offset = _numbered(words[1] & jnp.int32(2**30 - 4), b, h)
     rate = round(_RATE * 2**16) / 2**16
-    part = kept(rate, jnp.reshape(words[0], (1, 1, 1, 1)), offset[1:, 2:4], (_S, _T))
+    part = _kept(rate, jnp.reshape(words[0], (1, 1, 1, 1)), offset[1:, 2:4], (_S, _T))
     np.testing.assert_array_equal(part, mask[1:, 2:4])
 
 

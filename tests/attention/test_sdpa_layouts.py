@@ -228,7 +228,7 @@ def test_vmap_over_any_operands_and_cotangents(
         output, pull = jax.vjp(call, q, k, v)
         return output, pull(cotangent)
 
-    got = jax.vmap(run, in_axes=tuple(axes))(*given)
+    got = jax.jit(jax.vmap(run, in_axes=tuple(axes)))(*given)
     assert_close(got, stacked(run, given, axes))
 
 

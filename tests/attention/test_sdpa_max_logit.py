@@ -56,7 +56,7 @@ def test_vmap_over_any_operands_and_cotangents(batched: tuple[int, ...]) -> None
         results, pull = jax.vjp(_call, *x[:5])
         return results, pull(tuple(x[5:]))
 
-    found = jax.vmap(run, in_axes=tuple(axes))(*given)
+    found = jax.jit(jax.vmap(run, in_axes=tuple(axes)))(*given)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
     jax.tree.map(close, found, stacked(run, given, axes))
 
@@ -84,7 +84,7 @@ def test_both_modes_agree_with_finite_differences_scan_and_remat() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_it_is_f32_and_that_of_the_operands_as_they_are(dtype: Any) -> None:
-    q, k, v = (jnp.asarray(x, dtype) for x in _draw(_SHAPES[:3]))
+    q, k, v = (jnp.asarray(np.asarray(x, dtype)) for x in _draw(_SHAPES[:3]))
     output, largest = sdpa(q, k, v, return_max_logit=True)
     assert (output.dtype, largest.dtype) == (dtype, jnp.float32)
     with jax.enable_x64(True):
@@ -101,7 +101,7 @@ def test_it_is_f32_and_that_of_the_operands_as_they_are(dtype: Any) -> None:
 
 
 def test_rows_without_keys_nan_and_equal_logits() -> None:
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in _draw(_SHAPES[:3]))
+    q, k, v = (jnp.asarray(np.asarray(x, jnp.float32)) for x in _draw(_SHAPES[:3]))
     lengths = jnp.array([0, 6])
     call = functools.partial(_all, key_value_seq_lengths=lengths)
     _, lse, largest = call(q, k, v)
@@ -128,7 +128,7 @@ def test_rows_without_keys_nan_and_equal_logits() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_batch_and_heads_stay_sharded(kind: AxisType) -> None:
     shapes = (4, 8, 8, 4), (4, 8, 4, 4), (4, 8, 4, 6)
-    operands = [jnp.asarray(x, jnp.float32) for x in _draw(shapes)]
+    operands = [jnp.asarray(np.asarray(x, jnp.float32)) for x in _draw(shapes)]
     sharded = placed(mesh_of(kind, x=4, y=2), operands, [("x", None, "y")] * 3)
 
     def run(q: Any, k: Any, v: Any) -> jax.Array:
@@ -143,7 +143,7 @@ def test_batch_and_heads_stay_sharded(kind: AxisType) -> None:
 
 
 def test_what_no_graph_holds_has_it_too() -> None:
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in _draw(_SHAPES[:3]))
+    q, k, v = (jnp.asarray(np.asarray(x, jnp.float32)) for x in _draw(_SHAPES[:3]))
 
     def growing(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return jnp.sinh(score)
@@ -164,7 +164,7 @@ def test_only_its_gradient_is_xlas() -> None:
         "the gradient of max_logit is computed by XLA: cuDNN has none; its memory "
         "grows with s*t"
     )
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in _draw(_SHAPES[:3]))
+    q, k, v = (jnp.asarray(np.asarray(x, jnp.bfloat16)) for x in _draw(_SHAPES[:3]))
     for place, notes in ((0, ()), (1, (note,))):
 
         def run(q: Any, place: int = place) -> Any:

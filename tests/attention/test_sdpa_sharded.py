@@ -126,7 +126,10 @@ FEATURES = {
 
 def _operands(feature: Feature) -> list[jax.Array]:
     rng = np.random.default_rng(len(feature.shapes))
-    return [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in feature.shapes]
+    return [
+        jnp.asarray(np.asarray(rng.standard_normal(x), jnp.float32))
+        for x in feature.shapes
+    ]
 
 
 def _placed(feature: Feature, mesh: jax.sharding.Mesh, shift: int = 0) -> Any:
@@ -208,7 +211,9 @@ def test_query_heads_in_types_on_more_devices_than_key_heads(
     rng = np.random.default_rng(key_heads)
     shapes = [{"b": 2, "s": 7, "h": h, "d": 8} for h in (8, key_heads, key_heads)]
     operands = [
-        jnp.asarray(rng.standard_normal([x[axis] for axis in layout]), jnp.float32)
+        jnp.asarray(
+            np.asarray(rng.standard_normal([x[axis] for axis in layout]), jnp.float32)
+        )
         for x in shapes
     ]
     mesh = mesh_of(AxisType.Explicit, **sizes)
@@ -231,7 +236,7 @@ def test_query_heads_in_types_on_more_devices_than_key_heads(
 def test_key_heads_along_another_axis_than_query_heads() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, 6, heads, 8)), jnp.float32)
+        jnp.asarray(np.asarray(rng.standard_normal((2, 6, heads, 8)), jnp.float32))
         for heads in (8, 2, 2)
     )
     want = jax.jit(functools.partial(run, _GROUPED["bshd"]))(q, k, v)

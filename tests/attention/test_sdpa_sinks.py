@@ -22,6 +22,7 @@ import jax_cudnn
 from jax_cudnn import cached_sdpa, paged_sdpa, parallel, sdpa
 from tests.attention.shared.dense import dense_attention
 from tests.attention.shared.oracle import BROADCASTS, SIZES, shape_of
+from tests.common import drawn
 from tests.common.devices import collectives, gradient, mesh_of, placed
 from tests.common.examples import examples
 
@@ -63,7 +64,7 @@ def test_values_and_gradients_are_those_of_the_dense_softmax(
     rng = np.random.default_rng(number)
     sizes = {**SIZES, "k": k}
     operands = [
-        jnp.asarray(x, dtype if i < 3 else jnp.float32)
+        jnp.asarray(np.asarray(x, dtype if i < 3 else jnp.float32))
         for i, x in enumerate(_operands(rng, sizes, bias))
     ]
     b, s, t, h = (sizes[letter] for letter in "bsth")
@@ -163,21 +164,24 @@ def test_random_operands_may_be_examples_of_a_vmap(count: int) -> None:
             for x, batched in zip(operands.values(), chosen, strict=True)
         ]
         axes = tuple(0 if batched else None for batched in chosen)
-        for function in (_by_name, gradient(_by_name)):
-            got = jax.vmap(function, in_axes=axes)(*stacked)
-            for i in range(3):
-                one = [
-                    x[i] if batched else x
-                    for x, batched in zip(stacked, chosen, strict=True)
-                ]
-                for x, y in zip(
-                    jax.tree.leaves(got), jax.tree.leaves(function(*one)), strict=True
-                ):
-                    np.testing.assert_allclose(x[i], y, rtol=2e-4, atol=2e-5)
+        got = jax.jit(jax.vmap(_with_gradient, in_axes=axes))(*stacked)
+        for i in range(3):
+            one = [
+                x[i] if batched else x
+                for x, batched in zip(stacked, chosen, strict=True)
+            ]
+            want = _with_gradient(*one)
+            for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                np.testing.assert_allclose(x[i], y, rtol=2e-4, atol=2e-5)
 
 
 def _by_name(*arrays: Any) -> jax.Array:
     return sdpa(**dict(zip(_NAMES, arrays, strict=False)))
+
+
+@jax.jit
+def _with_gradient(*arrays: Any) -> Any:
+    return _by_name(*arrays), gradient(_by_name)(*arrays)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -251,9 +255,7 @@ def test_without_a_batch_axis_and_with_symbolic_lengths() -> None:
 
 def _sharded() -> list[jax.Array]:
     shapes = (4, 8, 8, 4), (4, 8, 4, 4), (4, 8, 4, 6), (8,)
-    return [
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)
-    ]
+    return [drawn.normal(i, shape) for i, shape in enumerate(shapes)]
 
 
 def _causal(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
@@ -358,7 +360,7 @@ def test_the_cotangent_of_padding_is_not_read() -> None:
 @pytest.mark.parametrize("name", ["sdpa", "cached_sdpa", "paged_sdpa", *_METHODS])
 def test_a_query_that_sees_no_key_has_the_sink_as_its_log_sum_exp(name: str) -> None:
     """So have queries that are padding; without sinks it is -inf."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (3, 6, 2, 8)) for i in range(3))
+    q, k, v = (drawn.normal(i, (3, 6, 2, 8)) for i in range(3))
     sinks = jnp.array([-0.5, 2.5])
     # The second entry has no key, and the third one no query.
     keys, queries = jnp.array([6, 0, 6]), jnp.array([6, 6, 0])

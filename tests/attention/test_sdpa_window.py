@@ -38,6 +38,7 @@ from tests.attention.shared.oracle import (
     numpy_results,
     to_logical,
 )
+from tests.common import drawn
 from tests.common.drawn_operands import draw_operands
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -68,9 +69,7 @@ def _seen(s: int, t: int, window: Any, is_causal: bool = False) -> np.ndarray:
 
 def _operands(s: int, t: int) -> list[jax.Array]:
     shapes = (2, s, 4, 8), (2, t, 2, 8), (2, t, 2, 8), (1, 4, s, t)
-    return [
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)
-    ]
+    return [drawn.normal(i, shape) for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("form", ["alone", "is_causal", "bias", "mask", "lengths"])
@@ -101,7 +100,7 @@ def test_values_and_gradients_are_those_of_jax_nn(s: int, t: int, form: str) -> 
         if form == "lengths":
             live = live & (np.arange(s)[:, None] < np.array([[[s]], [[s - 1]]]))
         kwargs = options | {"local_window_size": window}
-        cotangent = jax.random.normal(jax.random.key(9), q.shape)
+        cotangent = drawn.normal(9, q.shape)
         cotangent = jnp.where(live[..., None], cotangent, 0)
         found, gradients = _with_gradients(sdpa, q, k, v, cotangent, **kwargs)
         expected, theirs = _with_gradients(
@@ -406,7 +405,7 @@ _TAKERS: dict[str, Any] = {
 
 
 def _same_sizes() -> list[jax.Array]:
-    return [jax.random.normal(jax.random.key(i), (2, 6, 2, 8)) for i in range(3)]
+    return [drawn.normal(i, (2, 6, 2, 8)) for i in range(3)]
 
 
 @pytest.mark.parametrize("name", _TAKERS)

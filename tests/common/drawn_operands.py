@@ -28,7 +28,7 @@ def draw_operands(graph: Graph, seed: int = 0) -> list[np.ndarray]:
 def draw_arrays(graph: Graph, seed: int = 0) -> list[jax.Array]:
     """Return operands as stored, in their dtypes."""
     pairs = zip(graph.input_tensors, draw_operands(graph, seed), strict=True)
-    return [jnp.asarray(x, jax_dtype(tensor.dtype)) for tensor, x in pairs]
+    return [jnp.asarray(x.astype(jax_dtype(tensor.dtype))) for tensor, x in pairs]
 
 
 def _draw(

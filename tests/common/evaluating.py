@@ -29,3 +29,12 @@ def evaluate_legal(
     """Return what a rewritten graph gives, computed by the reference or a kernel."""
     kernel = kernel or functools.partial(evaluate, rewrite.graph)
     return jax.jit(functools.partial(rewrite.run, kernel))(operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_pullback(
+    function: Callable[..., Any], operands: Sequence[Any], cotangents: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a function gives, and the gradients of the operands."""
+    results, pullback = jax.vjp(function, *operands)
+    return results, pullback(cotangents)

@@ -5,6 +5,7 @@ Each part is rewritten as for cuDNN and computed by the reference, with the arra
 around it. That is compared with the part itself, in the operands' dtype.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of, is_anchor
 from jax_cudnn.legalize import Rewrite, legalize, partition
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.policy import ranked
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
 
@@ -57,10 +59,26 @@ def kernels_of(function: Callable[..., jax.Array], *operands: Any) -> dict[str, 
 
 
 def run_way(way: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    changed = jax.jit(way.before)(operands)
+    """Return a part's results, computed in a way for cuDNN."""
+    return jax.jit(functools.partial(_computed, way))(operands)
+
+
+def _computed(way: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    changed = way.before(operands)
     for tensor, x in zip(way.graph.input_tensors, changed, strict=True):
         assert tensor.stored_shape == x.shape, tensor
-    return jax.jit(way.after)(operands, evaluate(way.graph, changed))
+    return way.after(operands, evaluate(way.graph, changed))
+
+
+def _by_all(
+    part: Graph, ways: Sequence[Rewrite], operands: list[jax.Array]
+) -> tuple[tuple[jax.Array, ...], list[tuple[jax.Array, ...]]]:
+    """Return a part's results, and those in each way, all by one program."""
+
+    def program(operands: list[jax.Array]) -> Any:
+        return evaluate(part, operands), [_computed(way, operands) for way in ways]
+
+    return jax.jit(program)(operands)
 
 
 def check_form(graph: Graph) -> None:
@@ -86,12 +104,11 @@ def check_ways(
         values = dict(zip(graph.inputs, given, strict=True))
         for part in partition(graph):
             arguments = [values[name] for name in part.inputs]
-            want = evaluate(part, arguments)
             ways = legalize(part, None).candidates
             assert ways or not any(map(is_anchor, part.nodes))
-            for way in ways:
+            want, found = _by_all(part, ways, arguments)
+            for way, got in zip(ways, found, strict=True):
                 check_form(way.graph)
-                got = run_way(way, arguments)
                 # cuDNN gives sums without a contraction in f32.
                 is_sum = not any(map(is_anchor, part.nodes))
                 tolerance = 1e-5 if is_sum else 1e-9
@@ -113,7 +130,26 @@ def check_bad_numbers(
             continue  # Filters meet the zeros that are written around x.
         place = (*(size // 2 for size in x.shape[:-1]), 5)
         given = [*operands[:i], x.at[place].set(bad), *operands[i + 1 :]]
-        want = evaluate(part, given)
-        for way in filter(stays, legalize(part, target).candidates):
-            for got, each in zip(run_way(way, given), want, strict=True):
-                np.testing.assert_allclose(got, each, rtol=1e-9, atol=1e-9)
+        ways = [*filter(stays, legalize(part, target).candidates)]
+        want, found = _by_all(part, ways, given)
+        for got in found:
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+
+
+def ways_with(
+    layer: Callable[..., jax.Array], operands: Sequence[jax.Array], words: str
+) -> tuple[set[str], set[str]]:
+    """Return the kinds of contractions whose first way has a note with these words.
+
+    And those whose last way has it.
+    """
+    found: tuple[set[str], set[str]] = (set(), set())
+    for graph, _ in graphs_of(layer, operands):
+        for part in partition(graph):
+            kinds = [node.kind for node in part.nodes if is_anchor(node)]
+            first, *rest = (way.rewrite for way in ranked(part, None))
+            for kept, ways in zip(found, ([first], rest[-1:]), strict=True):
+                if any(words in note for way in ways for note in way.notes):
+                    kept.update(kind.removeprefix("conv_") for kind in kinds)
+    return found

@@ -45,12 +45,12 @@ class Draw:
 
     def normal(self, shape: Sequence[int], dtype: str, size: float = 1.0) -> jax.Array:
         values = self.rng.standard_normal(tuple(shape), np.float32) * np.float32(size)
-        return jnp.asarray(values, jnp.dtype(dtype))
+        return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
     def factors(self, shape: Sequence[int], dtype: str, size: float) -> jax.Array:
         """Draw numbers between 0.5 and 1.5 times a size."""
         values = (self.rng.random(tuple(shape), np.float32) + 0.5) * np.float32(size)
-        return jnp.asarray(values, jnp.dtype(dtype))
+        return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
     def activation(self) -> str | None:
         if self.chance(0.2):

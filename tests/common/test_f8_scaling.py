@@ -83,7 +83,7 @@ def test_numbers_are_rounded_and_saturate(
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("given_as", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_special_numbers(dtype: Any, given_as: Any) -> None:
-    x = jnp.array([np.nan, np.inf, -np.inf, -0.0, 0.0], given_as)
+    x = jnp.array(np.asarray([np.nan, np.inf, -np.inf, -0.0, 0.0], given_as))
     stored = np.asarray(f8.quantize(x, 1.0, dtype).astype(jnp.float32))
     most = Dtype.of(dtype).most
     np.testing.assert_array_equal(stored, wide([np.nan, most, -most, 0, 0]))

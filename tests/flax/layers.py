@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
+from tests.common import drawn
 
 Call = Callable[..., Any]
 
@@ -28,7 +29,7 @@ def flax_promotes() -> Iterator[None]:
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return drawn.normal(seed, shape, dtype)
 
 
 def assert_trees_close(actual: Any, expected: Any, **tolerances: float) -> None:
@@ -61,12 +62,12 @@ def pure(layer: nnx.Module) -> tuple[Call, Any]:
 def randomly(tree: Any, seed: int = 7) -> Any:
     """Return parameters of the same shapes, none of which is 0 or 1."""
     leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        (0.3 * jax.random.normal(key, x.shape)).astype(x.dtype)
-        for key, x in zip(keys, leaves, strict=True)
+    rng = np.random.default_rng(seed)
+    numbers = [
+        jnp.asarray(np.asarray(0.3 * rng.standard_normal(x.shape), x.dtype))
+        for x in leaves
     ]
-    return jax.tree.unflatten(structure, drawn)
+    return jax.tree.unflatten(structure, numbers)
 
 
 def value_and_grads(function: Call, *operands: Any) -> Any:
@@ -132,9 +133,8 @@ flax_linen = functools.partial(linen_layer, linen.MultiHeadDotProductAttention)
 
 def padding(dtype: Any = bool) -> jax.Array:
     """Keys past each entry's length are hidden; every query sees a key."""
-    lengths = jnp.array([S, 4, 1], jnp.int32)
-    is_key = jnp.arange(S, dtype=jnp.int32)[None] < lengths[:, None]
-    return linen.make_attention_mask(jnp.ones((B, S), bool), is_key, dtype=dtype)
+    is_key = np.arange(S) < np.array([S, 4, 1])[:, None, None, None]
+    return jnp.asarray(np.broadcast_to(is_key, (B, 1, S, S)).astype(dtype))
 
 
 def layers(**options: Any) -> tuple[tuple[Call, Call], Any]:

@@ -14,11 +14,12 @@ from flax import linen, nnx
 
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
+from tests.common import drawn
 
 pytestmark = pytest.mark.once
 
 _B, _S, _C, _K = 2, 9, 6, 4
-_X = jax.random.normal(jax.random.key(0), (_B, _S, _C))
+_X = drawn.normal(0, (_B, _S, _C))
 _BIAS: dict[str, Any] = {"bias_init": linen.initializers.normal(1.0)}
 _CAUSAL: dict[str, Any] = {"padding": "CAUSAL", "feature_group_count": _C}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests nnx's and linen's layers in f8: values, gradients, states, whole models."""
+"""Tests nnx's layers in f8: values, gradients, states, whole models."""
 
 import functools
 import re
@@ -14,50 +14,34 @@ import pytest
 pytest.importorskip("flax", reason="Flax is not installed")
 
 import optax
-from flax import linen, nnx
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
 
 from jax_cudnn import f8, plans
-from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
 from jax_cudnn.flax.nnx import F8DotGeneral, F8Einsum, F8State, to_f8
-from tests.common.devices import mesh_of, placed
+from tests.flax.f8_layers import (
+    DELAYED,
+    LAYERS,
+    B,
+    F,
+    H,
+    S,
+    W,
+    by_recipe,
+    close,
+    is_f8,
+    rngs,
+    weighed,
+)
 from tests.flax.layers import flax_promotes, normal
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
-
-# b batch, s length, w width, f features between the two linear layers, h heads.
-B, S, W, F, H = 2, 8, 32, 64, 2
-_DELAYED = f8.Delayed(history=4)
-_by_recipe = pytest.mark.parametrize(
-    "recipe", [f8.Current(), _DELAYED], ids=lambda recipe: type(recipe).__name__
-)
-
-
-def _any(x: Any) -> Any:
-    """Return something of which types say no more."""
-    return x
-
-
-def rngs() -> nnx.Rngs:
-    return nnx.Rngs(0)
 
 
 def forward_state(recipe: Any) -> Any:
     """Return a first state without the cotangent's, as nnx's layers have it."""
     state = f8.dense_state(recipe)
     return None if state is None else state._replace(grad=None)
-
-
-def close(found: Any, wanted: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6, atol=1e-6)
-
-
-def weighed(y: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
 
 # --- nnx: layers ----------------------------------------------------------------------
@@ -97,7 +81,7 @@ _LAYERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], tuple[int, ...]]]
 }
 
 
-@_by_recipe
+@by_recipe
 @pytest.mark.parametrize("name", list(_LAYERS))
 def test_nnx_layers_are_f8_dense(name: str, recipe: Any) -> None:
     make, options, shape = _LAYERS[name]
@@ -126,7 +110,7 @@ def test_nnx_layers_are_f8_dense(name: str, recipe: Any) -> None:
     close((held.x[...], held.w[...]), (following.x, following.w))
 
 
-@_by_recipe
+@by_recipe
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_linear_with_all_that_it_adds(recipe: Any, activation: Any) -> None:
     layer = our_nnx.Linear(W, F, activation=activation, recipe=recipe, rngs=rngs())
@@ -156,7 +140,7 @@ def test_dtypes(dtype: str) -> None:
     close(half.astype(jnp.float32), y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-@_by_recipe
+@by_recipe
 def test_projections_of_attention(recipe: Any) -> None:
     """Each has a state of its own, and all products are in f8."""
     options: dict[str, Any] = {"decode": False, "rngs": rngs()}
@@ -183,7 +167,7 @@ def states_of(model: Any) -> list[np.ndarray]:
 
 
 def test_evaluation_leaves_states() -> None:
-    layer = our_nnx.Linear(W, F, recipe=_DELAYED, rngs=rngs())
+    layer = our_nnx.Linear(W, F, recipe=DELAYED, rngs=rngs())
     x = normal(0, S, W)
     layer(x)
     before = states_of(layer)
@@ -203,9 +187,9 @@ def test_evaluation_leaves_states() -> None:
 
 def test_a_layer_that_is_called_twice() -> None:
     """Each call is a step of the history, under a gradient too."""
-    layer = our_nnx.Linear(W, W, recipe=_DELAYED, rngs=rngs())
+    layer = our_nnx.Linear(W, W, recipe=DELAYED, rngs=rngs())
     x = normal(0, S, W)
-    state = forward_state(_DELAYED)
+    state = forward_state(DELAYED)
 
     def twice(layer: Any, x: Any) -> Any:
         return weighed(layer(3 * layer(x)))
@@ -215,7 +199,7 @@ def test_a_layer_that_is_called_twice() -> None:
     y = x
     for factor in (3, 1):
         y, state = f8.dense(
-            y, layer.kernel[...], recipe=_DELAYED, state=state, return_state=True
+            y, layer.kernel[...], recipe=DELAYED, state=state, return_state=True
         )
         y = factor * y
     for found, wanted in zip(states_of(layer), (state.w, state.x), strict=True):
@@ -224,7 +208,7 @@ def test_a_layer_that_is_called_twice() -> None:
 
 def test_vmap_over_examples() -> None:
     """Without states there is nothing that would differ between them."""
-    layer = our_nnx.Linear(W, F, recipe=_DELAYED, rngs=rngs())
+    layer = our_nnx.Linear(W, F, recipe=DELAYED, rngs=rngs())
     x = normal(0, B, S, W)
     layer(x)
     layer.eval()
@@ -233,7 +217,7 @@ def test_vmap_over_examples() -> None:
 
 
 def test_jit_is_the_same() -> None:
-    one, other = (our_nnx.Linear(W, F, recipe=_DELAYED, rngs=rngs()) for _ in range(2))
+    one, other = (our_nnx.Linear(W, F, recipe=DELAYED, rngs=rngs()) for _ in range(2))
     run = nnx.jit(lambda layer, x: layer(x))
     for seed in range(3):
         x = normal(seed, S, W) * 2.0**seed
@@ -244,14 +228,11 @@ def test_jit_is_the_same() -> None:
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(W, F, dot_general=F8DotGeneral(_DELAYED), rngs=rngs)
-        self.down = our_nnx.Linear(F, W, recipe=_DELAYED, rngs=rngs)
+        self.up = nnx.Linear(W, F, dot_general=F8DotGeneral(DELAYED), rngs=rngs)
+        self.down = our_nnx.Linear(F, W, recipe=DELAYED, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         return x + self.down(jax.nn.gelu(self.up(x)))
-
-
-LAYERS = 3
 
 
 def stacked(make: Any = Block) -> Any:
@@ -365,13 +346,9 @@ def products_of(loss: Any, *operands: Any) -> list[tuple[int, str, str]]:
     ]
 
 
-def is_f8(row: Any) -> bool:
-    return all(each.startswith("f8") for each in row[1:])
-
-
 def test_a_model_in_f8() -> None:
     model = Model(rngs())
-    report = to_f8(model, _DELAYED)
+    report = to_f8(model, DELAYED)
     lines = str(report).splitlines()
     block = [
         *(f"attention.{n}" for n in ("query", "key", "value", "out")),
@@ -391,7 +368,7 @@ def test_a_model_in_f8() -> None:
     ]
 
 
-@_by_recipe
+@by_recipe
 def test_all_products_of_turned_layers_are_in_f8(recipe: Any) -> None:
     """A layer of whose three products one ran in 16 bits fails here."""
     model = Model(rngs())
@@ -404,7 +381,7 @@ def test_all_products_of_turned_layers_are_in_f8(recipe: Any) -> None:
     assert kinds == {"f8_e4m3fn": turned, "f8_e5m2": 2 * turned}
 
 
-@_by_recipe
+@by_recipe
 def test_training_is_about_that_without_f8(recipe: Any) -> None:
     losses = []
     for turn in (False, True):
@@ -426,7 +403,7 @@ def test_training_is_about_that_without_f8(recipe: Any) -> None:
 
 def test_checkpoints_load_with_and_without() -> None:
     plain, turned = Model(rngs()), Model(nnx.Rngs(7))
-    to_f8(turned, _DELAYED)
+    to_f8(turned, DELAYED)
     saved = nnx.to_pure_dict(nnx.state(turned, nnx.Param))
     assert jax.tree.structure(saved) == jax.tree.structure(
         nnx.to_pure_dict(nnx.state(plain, nnx.Param))
@@ -499,98 +476,17 @@ def test_stacked_layers() -> None:
             return self.head(walk(x, self.blocks))
 
     model = Stack()
-    assert [each.is_f8 for each in to_f8(model, _DELAYED).layers] == [True, False]
+    assert [each.is_f8 for each in to_f8(model, DELAYED).layers] == [True, False]
     with flax_promotes():
-        nnx.grad(lambda model, x: weighed(model(x)))(model, normal(0, S, W))
+        derivative = nnx.grad(lambda model, x: weighed(model(x)))
+        nnx.jit(derivative)(model, normal(0, S, W))
     assert all(each.shape == (LAYERS, 6) for each in states_of(model))
     assert all((each[:, 0] > 0).all() for each in states_of(model))
 
 
-# --- linen ----------------------------------------------------------------------------
-
-
-class Linen(linen.Module):
-    recipe: Any = None
-
-    @linen.compact
-    def __call__(self, x: Any) -> Any:
-        product = None
-        if self.recipe is not None:
-            product = functools.partial(our_linen.F8DotGeneral, recipe=self.recipe)
-        y = linen.Dense(F, dot_general_cls=product)(x)
-        y = our_linen.Dense(W, activation="gelu", recipe=self.recipe)(y)
-        y = our_linen.MultiHeadDotProductAttention(H, recipe=self.recipe)(x + y)
-        return linen.DenseGeneral((H, 16), dot_general_cls=product)(y)
-
-
-def linen_loss(apply: Any, variables: Any, x: Any) -> Any:
-    return jnp.mean(jnp.square(apply(variables, x)))
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_linen_layers_are_f8_dense(ours: bool) -> None:
-    """The gradient by the state is f8.dense's own: the next state."""
-    product = functools.partial(our_linen.F8DotGeneral, recipe=_DELAYED)
-    layer: Any = (
-        our_linen.Dense(F, recipe=_DELAYED)
-        if ours
-        else linen.Dense(F, dot_general_cls=product)
-    )
-    x = normal(0, S, W)
-    variables = layer.init(jax.random.key(0), x)
-    state = f8.dense_state(_DELAYED)
-    assert state is not None
-
-    @jax.jit
-    def wanted(params: Any, state: Any) -> Any:
-        def loss(params: Any, state: Any) -> Any:
-            y = f8.dense(x, params["kernel"], recipe=_DELAYED, state=state)
-            return weighed(y + params["bias"][None])
-
-        return jax.value_and_grad(loss, (0, 1))(params, state)
-
-    @jax.jit
-    def found(variables: Any) -> Any:
-        return jax.value_and_grad(lambda v: weighed(layer.apply(v, x)))(variables)
-
-    for _ in range(3):
-        params = variables["params"]
-        with flax_promotes():
-            value, grads = found(variables)
-        other, (by_params, state) = wanted(params, state)
-        close((value, grads["params"]), (other, by_params))
-        held = grads[OVERWRITE_WITH_GRADIENT]["F8DotGeneral_0"]
-        close([held[f"{name}_state"] for name in state._fields], list(state))
-        variables = {**grads, "params": params}
-
-
-@_by_recipe
-def test_linen_projections_of_attention(recipe: Any) -> None:
-    """They are those of F8DotGeneral, and the states lie where theirs do."""
-    product = functools.partial(our_linen.F8DotGeneral, recipe=recipe)
-    by_class = {"qkv_dot_general_cls": product, "out_dot_general_cls": product}
-    x = normal(0, B, S, W)
-
-    def of(**options: Any) -> Any:
-        layer = our_linen.MultiHeadDotProductAttention(H, num_kv_heads=2, **options)
-        variables = layer.init(jax.random.key(0), x)
-        run = functools.partial(linen_loss, layer.apply)
-        return variables, jax.value_and_grad(run)(variables, x)
-
-    with flax_promotes():
-        (variables, ours), (others, theirs) = of(recipe=recipe), of(**by_class)
-        plain, (value, _) = of()
-    assert jax.tree.structure(variables) == jax.tree.structure(others)
-    close(ours, theirs)
-    close(variables["params"], plain["params"])
-    assert abs(ours[0] - value) > 1e-6 * abs(value)
-    count = len(jax.tree.leaves(variables.get(OVERWRITE_WITH_GRADIENT, {})))
-    assert count == (0 if isinstance(recipe, f8.Current) else 4 * 3)
-
-
 @pytest.mark.parametrize("recipe", [f8.MXFP8(), f8.NVFP4()], ids=str)
 def test_recipes_of_blocks_have_no_state(recipe: Any) -> None:
-    """A whole model's products are all of blocks; linen's layers are `f8.dense`."""
+    """And all products of a model are products of blocks."""
     model = Model(rngs())
     turned = sum(each.is_f8 for each in to_f8(model, recipe).layers)
     with flax_promotes():
@@ -598,251 +494,3 @@ def test_recipes_of_blocks_have_no_state(recipe: Any) -> None:
     products = [call for call in calls if call.op == "block_scaled_matmul"]
     assert sum(call.count for call in products) == 3 * turned
     assert not nnx.state(model, F8State)
-    x = normal(0, S, W)
-    layer = our_linen.Dense(F, recipe=recipe)
-    y, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x)
-    assert set(variables) == {"params"}
-    product = jax.jit(functools.partial(f8.dense, recipe=recipe))
-    close(y, product(x, _any(variables)["params"]["kernel"]))
-
-
-def test_linen_residual() -> None:
-    layer = our_linen.Dense(F, activation="gelu", recipe=f8.Current())
-    x, residual = normal(0, S, W), normal(1, S, F)
-    y, variables = layer.init_with_output(jax.random.key(0), x, residual=residual)
-    assert set(variables) == {"params"}
-    product = f8.dense(x, _any(variables)["params"]["kernel"])
-    close(y, jax.nn.gelu(product + residual))
-
-
-@_by_recipe
-def test_linen_training_state(recipe: Any) -> None:
-    """TrainState, and a plain loop beside it."""
-    x = normal(0, B, S, W)
-    with flax_promotes():
-        model = Linen(recipe)
-        variables = model.init(jax.random.key(0), x)
-        given = variables if len(variables) > 1 else variables["params"]
-        wrap = (lambda v: v) if len(variables) > 1 else (lambda v: {"params": v})
-        optimizer = optax.adam(1e-2)
-        state: Any = TrainState.create(apply_fn=model.apply, params=given, tx=optimizer)
-
-        @jax.jit
-        def step(state: Any) -> Any:
-            grads = jax.grad(lambda v: linen_loss(state.apply_fn, wrap(v), x))(
-                state.params
-            )
-            return state.apply_gradients(grads=grads)
-
-        own = optimizer.init(variables["params"])
-
-        @jax.jit
-        def plain(variables: Any, own: Any) -> Any:
-            grads = jax.grad(lambda v: linen_loss(model.apply, v, x))(variables)
-            params, states = grads.pop("params"), grads
-            updates, own = optimizer.update(params, own, variables["params"])
-            params = optax.apply_updates(variables["params"], updates)
-            return {"params": params, **states}, own
-
-        first = linen_loss(model.apply, variables, x)
-        for _ in range(3):
-            state, (variables, own) = step(state), plain(variables, own)
-        assert linen_loss(model.apply, variables, x) < first
-    close(wrap(state.params), variables)
-    if isinstance(recipe, f8.Delayed):
-        held = variables[OVERWRITE_WITH_GRADIENT]
-        assert all(int((each[:4] > 0).sum()) == 3 for each in jax.tree.leaves(held))
-        assert len(jax.tree.leaves(held)) == 3 * 7
-
-
-def test_linen_products_and_checkpoints() -> None:
-    x = normal(0, B, S, W)
-    with flax_promotes():
-        plain = Linen().init(jax.random.key(0), x)
-        turned = Linen(_DELAYED).init(jax.random.key(0), x)
-        close(turned["params"], plain["params"])
-        Linen().apply({"params": turned["params"]}, x)
-        loaded = {**turned, "params": plain["params"]}
-        report = plans.inspect(
-            jax.grad(functools.partial(linen_loss, Linen(_DELAYED).apply)), loaded, x
-        )
-    rows = [
-        (call.count, *re.findall(r"(\w+)\[1,", call.shapes)[:2])
-        for call in report.calls
-        if call.op.startswith("matmul")
-    ]
-    assert sum(count for count, _, _ in rows) == 3 * 7
-    assert all(is_f8(row) for row in rows)
-
-
-def test_linen_scan() -> None:
-    """The collection is stacked as the parameters are."""
-    layers = linen.scan(
-        lambda module, x, _: (module(x), None),
-        variable_axes={"params": 0, OVERWRITE_WITH_GRADIENT: 0},
-        split_rngs={"params": True},
-        length=LAYERS,
-    )
-
-    class Deep(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            return layers(our_linen.Dense(W, recipe=_DELAYED), x, None)[0]
-
-    x = normal(0, S, W)
-    variables = Deep().init(jax.random.key(0), x)
-    grads = jax.grad(lambda v: weighed(_any(Deep().apply(v, x))))(variables)
-    for each in jax.tree.leaves(grads[OVERWRITE_WITH_GRADIENT]):
-        assert each.shape == (LAYERS, 6)
-        assert (each[:, 0] > 0).all()
-
-
-# --- errors ---------------------------------------------------------------------------
-
-_NUMBERS = ((1,), (0,)), ((), ())
-_BATCH = ((2,), (1,)), ((0,), (0,))
-_BAD: dict[str, tuple[type[Exception], str, Callable[[Any, Any], Any]]] = {
-    "no recipe": (
-        TypeError,
-        "F8DotGeneral: recipe",
-        lambda x, w: _any(F8DotGeneral)("f8"),
-    ),
-    "implementation": (
-        ValueError,
-        "implementation",
-        lambda x, w: _any(F8DotGeneral)(implementation="cuda"),
-    ),
-    "Linear's recipe": (
-        TypeError,
-        "is no recipe",
-        lambda x, w: _any(our_nnx.Linear)(W, F, recipe="f8", rngs=rngs()),
-    ),
-    "dtype": (
-        TypeError,
-        "F8DotGeneral: lhs is i32",
-        lambda x, w: F8DotGeneral()(x.astype(jnp.int32), w, _NUMBERS),
-    ),
-    "result dtype": (
-        TypeError,
-        "F8DotGeneral: preferred_element_type",
-        lambda x, w: F8DotGeneral()(x, w, _NUMBERS, preferred_element_type=jnp.int8),
-    ),
-    "batch axes": (
-        ValueError,
-        "has batch axes",
-        lambda x, w: F8DotGeneral()(x[None], w[None], _BATCH),
-    ),
-    "einsum with batch axes": (
-        ValueError,
-        "has the batch axis a",
-        lambda x, w: F8Einsum()("ab,abc->ac", x, jnp.ones((8, W, 4))),
-    ),
-    "dots of weights": (
-        ValueError,
-        "'...' among the axes of the weights",
-        lambda x, w: F8Einsum()("ab,b...->a...", x, w),
-    ),
-    "repeated": (
-        ValueError,
-        "repeats the axis a",
-        lambda x, w: F8Einsum()("aa,ab->b", x, w),
-    ),
-    "other axes": (
-        ValueError,
-        "is not for an lhs of 2 axes",
-        lambda x, w: F8Einsum()("abc,cd->abd", x, w),
-    ),
-    "residual": (
-        ValueError,
-        "Linear: residual has shape",
-        lambda x, w: our_nnx.Linear(W, F, recipe=f8.Current(), rngs=rngs())(
-            x, residual=jnp.ones((3, 8, F))
-        ),
-    ),
-    "Linear's inputs": (
-        TypeError,
-        "Linear: inputs is",
-        lambda x, w: our_nnx.Linear(
-            W, F, recipe=f8.Current(), promote_dtype=lambda a, dtype: a, rngs=rngs()
-        )(x.astype(jnp.int32)),
-    ),
-    "attention": (
-        ValueError,
-        "qkv_dot_general was passed with recipe",
-        lambda x, w: our_nnx.MultiHeadAttention(
-            H, W, recipe=f8.Current(), qkv_dot_general=F8DotGeneral(), rngs=rngs()
-        ),
-    ),
-    "linen's attention": (
-        ValueError,
-        "out_dot_general was passed with recipe",
-        lambda x, w: our_linen.MultiHeadDotProductAttention(
-            H, recipe=f8.Current(), out_dot_general=jax.lax.dot_general
-        ).init(jax.random.key(0), jnp.ones((B, S, W))),
-    ),
-    "no model": (TypeError, "to_f8: model is", lambda x, w: to_f8(x)),
-    "a linen model": (TypeError, "dot_general_cls", lambda x, w: _any(to_f8)(Linen())),
-    "a model's recipe": (
-        TypeError,
-        "to_f8: recipe=None",
-        lambda x, w: _any(to_f8)(nnx.LayerNorm(W, rngs=rngs()), None),
-    ),
-    "linen's recipe": (
-        TypeError,
-        "F8DotGeneral: recipe",
-        lambda x, w: _any(our_linen.Dense)(F, recipe="f8").init(jax.random.key(0), x),
-    ),
-    "no state": (
-        ValueError,
-        "F8DotGeneral_0 has no x_state",
-        lambda x, w: our_linen.Dense(F, recipe=_DELAYED).apply(
-            {"params": {"kernel": w, "bias": jnp.ones(F)}}, x
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(_BAD))
-def test_what_is_refused(name: str) -> None:
-    error, message, call = _BAD[name]
-    with flax_promotes(), pytest.raises(error, match=re.escape(message)):
-        call(normal(0, 8, W), normal(1, W, F))
-
-
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_weights_are_gathered_in_f8(kind: str) -> None:
-    """FSDP: a byte for each number, in XLA's CPU backend two."""
-    mesh = mesh_of(d=8)
-    whole = NamedSharding(mesh, PartitionSpec())
-    x = normal(0, 64, 128).astype("bfloat16")
-    kernel = normal(1, 128, 256)
-    divided = placed(mesh, (x, kernel), (("d", None), ("d", None)))
-
-    def of_nnx(x: Any, kernel: Any) -> Any:
-        layer = nnx.Linear(
-            128,
-            256,
-            use_bias=False,
-            dtype=jnp.bfloat16,
-            dot_general=F8DotGeneral(f8.Current(), rhs_sharding=whole),
-            rngs=rngs(),
-        )
-        layer.kernel[...] = kernel
-        return layer(x).astype(jnp.float32).sum()
-
-    def of_linen(x: Any, kernel: Any) -> Any:
-        product = functools.partial(
-            our_linen.F8DotGeneral, recipe=f8.Current(), rhs_sharding=whole
-        )
-        layer = linen.Dense(
-            256, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=product
-        )
-        y = layer.apply({"params": {"kernel": kernel}}, x)
-        return _any(y).astype(jnp.float32).sum()
-
-    run = jax.jit(jax.grad(of_nnx if kind == "nnx" else of_linen))
-    text = run.lower(*divided).compile().as_text()
-    assert text is not None
-    gathered = re.findall(r"= (\w+)\[128,256\]\S* all-gather\(", text)
-    assert gathered
-    assert set(gathered) <= {"u8", "f8e4m3fn", "f16"}

@@ -20,6 +20,7 @@ from flax import linen, nnx
 
 import jax_cudnn
 from jax_cudnn.flax import AttentionFn, attention_fn, delegate, make_attention_fn
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -31,7 +32,7 @@ TIGHT = {"rtol": 2e-5, "atol": 1e-5}
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return drawn.normal(seed, shape, dtype)
 
 
 def operands(*batch, s=S, t=T, h=H, k=H, d=D, e=D, dtype=jnp.float32):

@@ -50,11 +50,13 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 # --- Flax's own -----------------------------------------------------------------------
 
+HOLE = np.ones((S, S), np.float32)
+HOLE[2, 3] = 0
 BOTH = {
     "plain": ({}, {}),
     "normalised": ({"normalize_qk": True}, {"mask": padding()}),
     "no bias": ({"use_bias": False, "out_features": 13}, {"mask": padding(float)}),
-    "wide heads": ({"qkv_features": 2 * F}, {"mask": jnp.ones((S, S)).at[2, 3].set(0)}),
+    "wide heads": ({"qkv_features": 2 * F}, {"mask": HOLE}),
     "precision": ({"precision": "highest"}, {"mask": padding()}),
 }
 NNX = {

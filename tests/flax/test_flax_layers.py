@@ -26,6 +26,7 @@ from jax_cudnn.flax import (
 )
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -35,7 +36,7 @@ TIGHT = {"rtol": 2e-5, "atol": 1e-5}
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return drawn.normal(seed, shape, dtype)
 
 
 @contextlib.contextmanager

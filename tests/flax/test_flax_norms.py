@@ -14,6 +14,7 @@ from flax import nnx
 import jax_cudnn
 import jax_cudnn.flax.linen as own_linen
 import jax_cudnn.flax.nnx as own_nnx
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -59,7 +60,7 @@ def _standard_promotion() -> Any:
 
 
 def _x(dtype: str = "float32", seed: int = 0) -> jax.Array:
-    x = jax.random.normal(jax.random.key(seed), _SHAPE) * 2 + 1
+    x = drawn.normal(seed, _SHAPE) * 2 + 1
     return x.astype(dtype)
 
 
@@ -70,11 +71,10 @@ def _of_nnx(options: dict[str, Any]) -> dict[str, Any]:
 
 def _randomised(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(3), len(leaves))
+    rng = np.random.default_rng(3)
     # Positive, as variances are.
     return structure.unflatten(
-        jax.random.uniform(key, x.shape, jnp.float32, 0.5, 1.5).astype(x.dtype)
-        for key, x in zip(keys, leaves, strict=True)
+        jnp.asarray(np.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype)) for x in leaves
     )
 
 

@@ -16,6 +16,7 @@ from flax import linen, nnx
 from jax_cudnn import checkpoint_policies as policies
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
+from tests.common import drawn
 from tests.products.shared.fused import contractions, graphs
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -114,7 +115,7 @@ def test_blocks_compute_again_what_a_policy_does_not_save(
     make: Any, scans: bool, policy: Any, matmuls: int, attentions: int
 ) -> None:
     """Counts the kernels that run more than without remat."""
-    x = jax.random.normal(jax.random.key(1), (B, S, W))
+    x = drawn.normal(1, (B, S, W))
     loss, params = make(policy, scans=scans)
     plain, _ = make(None, scans=scans)
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import jax_cudnn
 from jax_cudnn.flax import attention_fn, make_attention_fn
 from jax_cudnn.flax.nnx import MultiHeadAttention
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -29,7 +30,7 @@ ALIKE = make_attention_fn(implementation="cudnn")
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return drawn.normal(seed, shape, dtype)
 
 
 def kept(key: jax.Array, rate: float, s: int, t: int) -> np.ndarray:

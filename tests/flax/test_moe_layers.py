@@ -170,7 +170,9 @@ def test_all_parameters_get_a_gradient_and_the_selection_bias_gets_none() -> Non
         **{"dtype": jnp.bfloat16, "capacity_factor": 2.0},
     }
     layer = MixtureOfExperts(_D, _F, _E, 2, **options, rngs=nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 7, _D)), jnp.float32)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(2).standard_normal((3, 7, _D)), jnp.float32)
+    )
 
     def loss(layer: MixtureOfExperts) -> jax.Array:
         y, auxiliary = layer(x)
@@ -189,7 +191,9 @@ def test_all_parameters_get_a_gradient_and_the_selection_bias_gets_none() -> Non
 
 def test_without_a_gate_and_over_devices() -> None:
     options: dict[str, Any] = {"use_gate": False, "activation": "gelu"}
-    x = jnp.asarray(np.random.default_rng(3).standard_normal((8, _D)), jnp.float32)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(3).standard_normal((8, _D)), jnp.float32)
+    )
     layer = LinenExperts(_F, _E, 2, **options)
     variables = jax.jit(layer.init)(jax.random.key(0), x)
     assert set(variables["params"]) == {"router_w", "up_w", "down_w"}
@@ -214,7 +218,9 @@ def _of_f8(recipe: Any) -> tuple[Any, Any, dict[str, jax.Array], jax.Array]:
     options = {**_IN_F8, "recipe": recipe}
     layer = MixtureOfExperts(16, 32, 4, 2, **options, rngs=nnx.Rngs(0))
     arrays = {name: getattr(layer, name)[...] for name in layer.parameter_names}
-    x = jnp.asarray(np.random.default_rng(4).standard_normal((5, 16)), jnp.float32)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(4).standard_normal((5, 16)), jnp.float32)
+    )
     return layer, LinenExperts(32, 4, 2, **options), arrays, x
 
 
@@ -341,7 +347,9 @@ def test_linen_scan_stacks_states() -> None:
         split_rngs={"params": True},
         length=2,
     )()
-    x = jnp.asarray(np.random.default_rng(5).standard_normal((5, 16)), jnp.float32)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(5).standard_normal((5, 16)), jnp.float32)
+    )
     variables = jax.jit(deep.init)(jax.random.key(0), x, None)
 
     def loss(variables: Any) -> Any:

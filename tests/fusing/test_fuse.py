@@ -191,7 +191,7 @@ def test_weights_of_8_bits_are_converted_in_the_kernel() -> None:
         return x @ w.astype(_B16) * scale
 
     x = normal(0, 5, 8, dtype=_B16)
-    w = jnp.asarray(np.arange(-48, 48).reshape(8, 12), jnp.int8)
+    w = jnp.asarray(np.asarray(np.arange(-48, 48).reshape(8, 12), jnp.int8))
     scale = normal(2, 1, 12, dtype=_B16)
     explained = fuse(function).explain(x, w, scale)
     (kernel,) = explained.kernels
@@ -210,7 +210,8 @@ def test_sums_of_8_bit_integers_are_exact() -> None:
 
     rng = np.random.default_rng(0)
     x, w = (
-        jnp.asarray(rng.integers(-128, 128, s), jnp.int8) for s in ((5, 8), (8, 12))
+        jnp.asarray(np.asarray(rng.integers(-128, 128, s), jnp.int8))
+        for s in ((5, 8), (8, 12))
     )
     scale = normal(2, 1, 12)
     assert [k.op for k in fuse(function).explain(x, w, scale).kernels] == ["matmul+mul"]

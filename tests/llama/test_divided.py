@@ -31,6 +31,7 @@ ARGUMENTS = (
 TRUTHS = ("--baseline", "--baseline --dtype float32")
 ALL_AXES = "--mesh fsdp=2,tensor=2,sequence=2 --packed"
 FSDP, F8 = "--mesh fsdp=8", "--mesh fsdp=8 --f8"
+DEPTHS = tuple(f"--mesh fsdp=4,tensor=2 --layers {layers}" for layers in (2, 3))
 # With all of these, --f8 aside, losses are compared with those of plain JAX.
 OTHERS = (
     "--mesh data=8",
@@ -53,24 +54,26 @@ from language.training import Trainer
 from llama.task import llama_task
 
 common, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-found = []
-for number, line in enumerate(json.loads(sys.argv[3])):
+trained, compiled, inspected = map(json.loads, sys.argv[3:])
+
+def trainer(line):
     alone = "" if "--mesh" in line else "--mesh data=1"
     given = train_llama.parse_arguments([*common, *line.split(), *alone.split()])
-    settings = given.settings
-    own = Trainer(llama_task(settings, given.layout))
+    return given.settings, Trainer(llama_task(given.settings, given.layout))
+
+found = {"losses": {}, "text": {}, "calls": {}}
+for line in trained:
+    settings, own = trainer(line)
     corpus = read_corpus(folder / "text", settings)
-    state, losses = own.initial(), []
+    state, losses = own.initial(), found["losses"].setdefault(line, [])
     for step in range(settings.steps):
         state, loss = own.step(state, own.place(batch_of(corpus, settings, step)))
         losses.append(float(loss))
-    found.append({"line": line, "losses": losses, "text": own.step.as_text()})
-for layers in json.loads(sys.argv[4]):
-    given = train_llama.parse_arguments(
-        [*common, "--mesh", "fsdp=4,tensor=2", "--layers", str(layers)])
-    task = llama_task(given.settings, given.layout)
-    report = plans.inspect(Trainer(task).traced)
-    found.append({"line": layers, "calls": [[x.op, x.count] for x in report.calls]})
+for line in compiled:
+    found["text"][line] = trainer(line)[1].step.as_text()
+for line in inspected:
+    report = plans.inspect(trainer(line)[1].traced)
+    found["calls"][line] = [[x.op, x.count] for x in report.calls]
 (folder / "found.json").write_text(json.dumps(found))
 """
 
@@ -81,32 +84,28 @@ def _needs_the_example_s_packages():
         pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+def _found(folder, trained, compiled=(), inspected=()):
+    """Return losses, programs and calls of what the lines of arguments say."""
+    (folder / "text").mkdir()
+    for page in sorted((EXAMPLES.parent / "docs").glob("*.md"))[:20]:
+        text = page.read_text(encoding="utf-8")[:300]
+        (folder / "text" / page.name).write_text(text, encoding="utf-8")
+    given = map(json.dumps, (trained, compiled, inspected))
+    run_on_eight_devices(_PROGRAM, ARGUMENTS, folder, *given)
+    return json.loads((folder / "found.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """A function that returns what is known of a line's program."""
-    kept = {}
+    trained = [ALL_AXES, *(f"{x} --packed" for x in TRUTHS)]
+    folder = tmp_path_factory.mktemp("divided")
+    return _found(folder, trained, (FSDP, F8), DEPTHS)
 
-    def of(line):
-        lines = OTHERS if line in OTHERS else (ALL_AXES, FSDP, F8)
-        if line not in kept:
-            folder = tmp_path_factory.mktemp("divided")
-            (folder / "text").mkdir()
-            for page in sorted((EXAMPLES.parent / "docs").glob("*.md"))[:20]:
-                text = page.read_text(encoding="utf-8")[:300]
-                (folder / "text" / page.name).write_text(text, encoding="utf-8")
-            packed = any("--packed" in each for each in lines)
-            truths = [
-                f"{x}{y}" for x in TRUTHS for y in ("", " --packed")[: 1 + packed]
-            ]
-            layers = [] if lines is OTHERS else [2, 3]
-            given = (json.dumps([*truths, *lines]), json.dumps(layers))
-            run_on_eight_devices(_PROGRAM, ARGUMENTS, folder, *given)
-            for entry in json.loads((folder / "found.json").read_text()):
-                # Each process has truths of its own.
-                kept[entry["line"]] = entry
-        return kept[line]
 
-    return of
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    truths = [f"{x}{y}" for x in TRUTHS for y in ("", " --packed")]
+    return _found(tmp_path_factory.mktemp("others"), [*truths, FSDP, *OTHERS])
 
 
 @pytest.mark.parametrize(
@@ -116,10 +115,11 @@ def found(tmp_path_factory):
         *(pytest.param(line, marks=pytest.mark.thorough) for line in (FSDP, *OTHERS)),
     ],
 )
-def test_losses_are_those_of_plain_jax_within_the_noise_of_bf16(found, line):
-    losses = np.array(found(line)["losses"])
+def test_losses_are_those_of_plain_jax_within_the_noise_of_bf16(request, line):
+    found = request.getfixturevalue("found" if line == ALL_AXES else "others")
     packed = " --packed" if "--packed" in line else ""
-    plain, wide = (np.array(found(f"{x}{packed}")["losses"]) for x in TRUTHS)
+    lines = (line, *(f"{x}{packed}" for x in TRUTHS))
+    losses, plain, wide = (np.array(found["losses"][x]) for x in lines)
     noise = np.max(np.abs(plain - wide) / wide)
     assert plain[-5:].mean() < plain[:5].mean() - 1, "it has to learn"
     assert 1e-5 < noise < 5e-3
@@ -142,7 +142,7 @@ def test_weights_are_gathered_in_f8_and_their_gradients_scattered(found):
     gathered = 2 * LAYERS * _matrices() * 7 / 8
     # Those of the output layer, too.
     scattered = (LAYERS * _matrices() + WIDTH * VOCABULARY) * 7 / 8
-    f8, bf16 = (_sent(found(line)["text"]) for line in (F8, FSDP))
+    f8, bf16 = (_sent(found["text"][line]) for line in (F8, FSDP))
     assert f8["all-gather", "f16"] == 2 * gathered
     assert ("all-gather", "f16") not in bf16
     rest = f8["all-gather", "f32"]
@@ -152,9 +152,9 @@ def test_weights_are_gathered_in_f8_and_their_gradients_scattered(found):
 
 
 def test_a_layer_in_a_loop_is_planned_and_tuned_once(found):
-    found(FSDP)
-    assert found(2)["calls"] == found(3)["calls"]
-    assert sum(op == "sdpa" for op, _ in found(2)["calls"]) == 1
+    few, more = (found["calls"][line] for line in DEPTHS)
+    assert few == more
+    assert sum(op == "sdpa" for op, _ in few) == 1
 
 
 def test_gradients_of_divided_weights_are_scattered_without_a_constraint():

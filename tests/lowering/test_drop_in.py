@@ -534,7 +534,9 @@ def test_programs_with_a_symbolic_batch_run_xla_s_code(
     call: Function, implementation: str
 ) -> None:
     (n,) = export.symbolic_shape("n")
-    x = jnp.asarray(np.random.default_rng(7).normal(size=(3, 5, 6)), jnp.float32)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(7).normal(size=(3, 5, 6)), jnp.float32)
+    )
 
     def loss(x: jax.Array) -> Any:
         return jax.value_and_grad(
@@ -567,7 +569,9 @@ def test_gradients_of_f8_products_are_those_of_their_values(
 ) -> None:
     ours, _, call = _OPS[op]
     rng = np.random.default_rng(8)
-    a, b = (jnp.asarray(48 * rng.normal(size=(3, 3)), dtype) for _ in range(2))
+    a, b = (
+        jnp.asarray(np.asarray(48 * rng.normal(size=(3, 3)), dtype)) for _ in range(2)
+    )
     # Far below what f8 has, but for a result in f8, whose cotangent JAX gives in f8.
     scale = 1.0 if preferred is None else 2.0**-13
 
@@ -575,7 +579,9 @@ def test_gradients_of_f8_products_are_those_of_their_values(
         return call(ours, a, b, preferred_element_type=preferred)
 
     value, pullback = jax.vjp(run, a, b)
-    cotangent = jnp.asarray(scale * rng.normal(size=value.shape), value.dtype)
+    cotangent = jnp.asarray(
+        np.asarray(scale * rng.normal(size=value.shape), value.dtype)
+    )
     first, second, outer = (np.asarray(x, np.float64) for x in (a, b, cotangent))
     if op == "conv":
         want = outer.sum() * second, outer.sum() * first
@@ -597,7 +603,7 @@ def test_gradients_of_f8_products_are_those_of_their_values(
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "bfloat16", "float16"])
 def test_biases_of_attention_are_taken_as_jax_nn_takes_them(dtype: str) -> None:
     rng = np.random.default_rng(9)
-    q, k, v = jnp.asarray(rng.normal(size=(3, 2, 5, 4, 8)), jnp.float32)
+    q, k, v = jnp.asarray(np.asarray(rng.normal(size=(3, 2, 5, 4, 8)), jnp.float32))
     bias = jnp.asarray(rng.integers(0, 4, (2, 4, 5, 5))).astype(dtype)
     with jax.numpy_dtype_promotion("standard"):
         want = jax.nn.dot_product_attention(q, k, v, bias)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_cudnn
@@ -21,7 +22,7 @@ _LAST = ("NHWC", "HWIO", "NHWC")
 
 
 def _ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.ones(shape, dtype)
+    return jnp.asarray(np.ones(shape, dtype))
 
 
 class _Function(NamedTuple):

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 
 def _drawn(*shape: int) -> jax.Array:
-    return jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32)).reshape(shape)
+    numbers = np.cos(np.arange(np.prod(shape), dtype=np.float32))
+    return jnp.asarray(numbers.reshape(shape))
 
 
 _ROUTER, _UP, _DOWN = _drawn(5, 4), _drawn(4, 5, 6), _drawn(4, 6, 5)
@@ -101,27 +102,36 @@ def _cotangent(x: jax.Array) -> Any:
 # --- containers -----------------------------------------------------------------------
 
 _X = _drawn(2, 8, 2, 4)
-_STATE = f8.dense_state(f8.Delayed(history=3))
-_NUMBERS = jnp.arange(8) // 3
-_CONTAINERS = [
-    masks.Causal("bottom-right"),
-    masks.Window(2, None),
-    masks.Lengths(key=jnp.array([3, 4])),
-    masks.Segments(_NUMBERS),
-    masks.Prefix(jnp.array(3)),
-    masks.Packed(jnp.array([0, 3, 8])),
-    masks.Blocks(jnp.eye(4, 2, dtype=bool), (2, 4)),
-    masks.Where(jnp.tril(jnp.ones((8, 8), bool))),
-    masks.Additive(_drawn(8, 8)),
-    masks.Causal() & masks.Segments(_NUMBERS),
-    moe.router(_drawn(3, 5), _ROUTER, top_k=2),
-    moe.router(_drawn(3, 5), _ROUTER, top_k=2).auxiliary,
-    moe.permutation(jnp.array([[1], [0]]), 2),
-    moe.layer_state(f8.Delayed(history=3)),
-    _STATE,
-    f8.gated_mlp_state(f8.Delayed(history=3)),
-    f8.Quantized(_X.astype(jnp.float8_e4m3fn), jnp.ones(())),
-]
+_RECIPE = f8.Delayed(history=3)
+
+
+def _segments() -> masks.Mask:
+    return masks.Segments(jnp.arange(8) // 3)
+
+
+def _routing() -> moe.Routing:
+    return moe.router(_drawn(3, 5), _ROUTER, top_k=2)
+
+
+_CONTAINERS: dict[str, Callable[[], Any]] = {
+    "Causal": lambda: masks.Causal("bottom-right"),
+    "Window": lambda: masks.Window(2, None),
+    "Lengths": lambda: masks.Lengths(key=jnp.array([3, 4])),
+    "Segments": _segments,
+    "Prefix": lambda: masks.Prefix(jnp.array(3)),
+    "Packed": lambda: masks.Packed(jnp.array([0, 3, 8])),
+    "Blocks": lambda: masks.Blocks(jnp.eye(4, 2, dtype=bool), (2, 4)),
+    "Where": lambda: masks.Where(jnp.tril(jnp.ones((8, 8), bool))),
+    "Additive": lambda: masks.Additive(_drawn(8, 8)),
+    "both": lambda: masks.Causal() & _segments(),
+    "Routing": _routing,
+    "Auxiliary": lambda: _routing().auxiliary,
+    "permutation": lambda: moe.permutation(jnp.array([[1], [0]]), 2),
+    "layer's state": lambda: moe.layer_state(_RECIPE),
+    "dense's state": lambda: f8.dense_state(_RECIPE),
+    "MLP's state": lambda: f8.gated_mlp_state(_RECIPE),
+    "Quantized": lambda: f8.Quantized(_X.astype(jnp.float8_e4m3fn), jnp.ones(())),
+}
 
 
 def _changed(container: Any) -> Any:
@@ -131,8 +141,9 @@ def _changed(container: Any) -> Any:
     return jax.tree.map(lambda x: x + x, container)
 
 
-@pytest.mark.parametrize("container", _CONTAINERS, ids=lambda x: type(x).__name__)
-def test_exported_programs_take_and_return_containers(container: Any) -> None:
+@pytest.mark.parametrize("name", _CONTAINERS)
+def test_exported_programs_take_and_return_containers(name: str) -> None:
+    container = _CONTAINERS[name]()
     checks = jax_cudnn.EXPORT_SAFETY_CHECKS
     exported = export.export(jax.jit(_changed), disabled_checks=checks)(container)
     got = export.deserialize(exported.serialize()).call(container)
@@ -142,7 +153,8 @@ def test_exported_programs_take_and_return_containers(container: Any) -> None:
 
 
 def test_each_public_container_is_exported() -> None:
-    assert {*_public_containers(jax_cudnn)} == {type(each) for each in _CONTAINERS}
+    made = {type(make()) for make in _CONTAINERS.values()}
+    assert {*_public_containers(jax_cudnn)} == made
 
 
 def _public_containers(module: ModuleType) -> Iterator[type]:

@@ -61,7 +61,11 @@ def _gradients(function: Any, x: Any, w: Any) -> Any:
 def _operands(function: Any, batched: tuple[bool, bool]) -> list[jax.Array]:
     rng = np.random.default_rng(3)
     return [
-        jnp.asarray(rng.standard_normal((_N, *shape) if is_in else shape), jnp.float32)
+        jnp.asarray(
+            np.asarray(
+                rng.standard_normal((_N, *shape) if is_in else shape), jnp.float32
+            )
+        )
         for shape, is_in in zip(CALLS[function], batched, strict=True)
     ]
 

@@ -97,7 +97,7 @@ def _assert_close(found: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 def _draw(*shapes: tuple[int, ...], dtype: Any = jnp.float32) -> list[jax.Array]:
     rng = np.random.default_rng(5)
-    return [jnp.asarray(rng.standard_normal(s) / 2, dtype) for s in shapes]
+    return [jnp.asarray(np.asarray(rng.standard_normal(s) / 2, dtype)) for s in shapes]
 
 
 # --- operations -----------------------------------------------------------------------
@@ -219,6 +219,26 @@ def test_policies_save_what_they_save_of_plain_jax(case: _Case, policy: Any) -> 
     if policy is not policies.everything_saveable:
         # Of elementwise work, plain JAX saves more then.
         assert _saved(saving, *operands) == _saved(plainly, *operands)
+
+
+@pytest.mark.parametrize("name", ["default", "dots", "dots without batch"])
+def test_sums_of_shifted_products_are_saved_as_convolutions(name: str) -> None:
+    options = {
+        "window_strides": (1,),
+        "padding": "SAME",
+        "dimension_numbers": ("NWC", "WIO", "NWC"),
+        "feature_group_count": 4,
+    }
+    operands = _draw((2, 9, 4), (3, 1, 4))
+    ours, plain = (
+        jax.checkpoint(
+            _sines(functools.partial(function, **options)), policy=_POLICIES[name]
+        )
+        for function in (jax_cudnn.conv, lax.conv_general_dilated)
+    )
+    assert _saved(ours, *operands) == _saved(plain, *operands)
+    gradients = (jax.jit(_gradient(each, 2))(*operands) for each in (ours, plain))
+    _assert_close(*gradients)
 
 
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "layer_norm"])

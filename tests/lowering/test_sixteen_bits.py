@@ -102,7 +102,9 @@ def test_narrow_operands_run_and_are_right(
     rng = np.random.default_rng(len(axes))
     given = [
         jnp.asarray(
-            0.5 * rng.standard_normal((*([2] if axis == 0 else []), *shape)), dtype
+            np.asarray(
+                0.5 * rng.standard_normal((*([2] if axis == 0 else []), *shape)), dtype
+            )
         )
         for axis, shape in zip(axes, CALLS[function], strict=True)
     ]

@@ -159,7 +159,7 @@ def _run(
 
 def _moved(draw: Draw, shape: Any, dtype: str, offset: float, size: float) -> jax.Array:
     values = draw.rng.standard_normal(shape, np.float32) * size + offset
-    return jnp.asarray(values, jnp.dtype(dtype))
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def _shape(draw: Draw, rank: int, most: int) -> list[int]:

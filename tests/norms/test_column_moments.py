@@ -93,7 +93,7 @@ def test_rows_that_are_not_finite_have_no_statistics(bad: float, first: int) -> 
 
 
 def test_a_norm_is_the_same_with_statistics_and_without() -> None:
-    rows = jnp.asarray(1e3 + np.roll(_NOISE, 5)[None], jnp.float32)
+    rows = jnp.asarray(np.asarray(1e3 + np.roll(_NOISE, 5)[None], jnp.float32))
     output, _, _ = jax_cudnn.layer_norm(rows, return_statistics=True)
     np.testing.assert_allclose(output, jax_cudnn.layer_norm(rows), atol=2e-3)
     output, total = jax_cudnn.layer_norm(rows, residual=rows)
@@ -125,7 +125,7 @@ def test_a_constant_has_no_variance(value: float) -> None:
 
 
 def test_derivatives_are_those_of_the_definition() -> None:
-    x = jnp.asarray(_RNG.standard_normal((520, 3)), jnp.float32)
+    x = jnp.asarray(np.asarray(_RNG.standard_normal((520, 3)), jnp.float32))
     # The variance of a constant is where a bound at 0 could have a slope of its own.
     x = x.at[:, 1].set(0.5)
 
@@ -134,7 +134,7 @@ def test_derivatives_are_those_of_the_definition() -> None:
         return mean, jnp.mean(jnp.square(x - mean), 0, keepdims=True)
 
     check_grads(column_moments, (x,), order=1, modes=["fwd", "rev"], rtol=1e-2)
-    direction = jnp.asarray(_RNG.standard_normal(x.shape), jnp.float32)
+    direction = jnp.asarray(np.asarray(_RNG.standard_normal(x.shape), jnp.float32))
 
     def curvature(moments: object, x: jax.Array) -> jax.Array:
         def along(t: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ def test_constants_near_the_largest_have_no_variance(dtype: str) -> None:
 
 def test_rows_that_types_share_out_are_taken() -> None:
     mesh = mesh_of(AxisType.Explicit, x=4)
-    x = jnp.asarray(_RNG.standard_normal((264, 3)), jnp.float32)
+    x = jnp.asarray(np.asarray(_RNG.standard_normal((264, 3)), jnp.float32))
     (shared,) = placed(mesh, [x], [("x", None)])
 
     def norm(x: jax.Array) -> jax.Array:

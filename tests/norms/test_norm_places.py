@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -25,10 +26,8 @@ def _drawn() -> dict[str, jax.Array]:
         "second": (_WIDTH,),
         "gate": (_WIDTH,),
     }
-    keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
-        name: jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: drawn.normal(i, shape) for i, (name, shape) in enumerate(shapes.items())
     }
 
 

@@ -14,6 +14,7 @@ from flax import linen, nnx
 from jax.test_util import check_grads
 
 import jax_cudnn
+from tests.common import drawn
 from tests.norms.calls import CALLS, Call, operands
 from tests.norms.problems import gradients, truth
 
@@ -422,7 +423,7 @@ def test_groups_of_a_named_axis_share_statistics() -> None:
 def test_groups_of_a_vmapped_axis_share_statistics(
     groups: Any, is_jitted: bool
 ) -> None:
-    x = jax.random.normal(jax.random.key(0), (4, 5, 3))
+    x = drawn.normal(0, (4, 5, 3))
 
     def each(x: jax.Array) -> jax.Array:
         return jax_cudnn.batch_norm(x, axis_name="i", axis_index_groups=groups)
@@ -555,7 +556,9 @@ def test_groups_of_more_elements_than_i32_has_numbers() -> None:
 
 @pytest.mark.parametrize("shape", ["2, s, 32, 4", "2, s, s, 4", "s, 32, 32, 4"])
 def test_positions_may_be_symbolic(shape: str) -> None:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 32, 32, 4)), "f4")
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(0).standard_normal((2, 32, 32, 4)), "f4")
+    )
     if shape.startswith("s"):
         x = jnp.concatenate([x] * 16)
 
@@ -714,7 +717,7 @@ def _with_derivatives(
 def test_vmap_of_any_operands_and_cotangents(call: Call, seed: int) -> None:
     """Examples of random subsets, on random axes, against a loop over them."""
     rng = np.random.default_rng(seed)
-    run = functools.partial(_with_derivatives, call)
+    run = jax.jit(functools.partial(_with_derivatives, call))
     for _ in range(2):
         batched = _SUBSETS[rng.integers(len(_SUBSETS))]
         full = [*operands(call, seed)]
@@ -727,7 +730,7 @@ def test_vmap_of_any_operands_and_cotangents(call: Call, seed: int) -> None:
             x if axis is None else jnp.stack([x, x * 2 + 1, 3 - x], axis)
             for x, axis in zip(full, axes, strict=True)
         ]
-        got = jax.tree.leaves(jax.vmap(run, in_axes=axes)(*examples))
+        got = jax.tree.leaves(jax.jit(jax.vmap(run, in_axes=axes))(*examples))
         for i in range(3):
             one = [
                 x if axis is None else jnp.take(x, i, axis)

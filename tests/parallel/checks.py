@@ -234,7 +234,7 @@ def whole_arrays() -> None:
     rng = np.random.default_rng(1)
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.float32))
 
     q, k, v = draw(4, 8, 8, 5), draw(4, 8, 4, 5), draw(4, 8, 4, 5)
     bias, mask = draw(1, 8, 8, 8), jnp.asarray(rng.random((4, 1, 1, 8)) < 0.8)
@@ -452,7 +452,10 @@ def precision() -> None:
     """16-bit results are about as exact as those of one device."""
     rng = np.random.default_rng(3)
     shape, order = (2, 64, 4, 16), "zigzag"
-    wide = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(4)]
+    wide = [
+        jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.float32))
+        for _ in range(4)
+    ]
     *operands, pull = (x.astype(jnp.bfloat16) for x in wide)
 
     def run(function: Any, dtype: Any) -> list[np.ndarray]:

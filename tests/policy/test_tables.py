@@ -2,8 +2,10 @@
 """Tables decide whether cuDNN runs a part, for the nearest GPU that was measured."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -86,7 +88,16 @@ def test_every_row_names_properties_that_there_are_and_what_measured_it(
     for row in (*table.rows, *table.orders):
         kind = _PROPERTIES[row.of]
         assert all(_has(kind, name) for name in row.when), row
-        assert row.by.startswith(("python -m benchmarks.", "jax-cudnn calibrate")), row
+        assert _is_there(row.by), row
+
+
+def _is_there(by: str) -> bool:
+    """Whether it is a command of calibration or of a benchmark, or a page."""
+    folder = Path(__file__).parents[2]
+    program = re.match(r"python -m benchmarks\.(\w+)", by)
+    if program is not None:
+        return any(folder.glob(f"benchmarks/*/{program[1]}.py"))
+    return by.startswith("jax-cudnn calibrate") or (folder / by).is_file()
 
 
 def _has(kind: type | None, name: str) -> bool:
@@ -337,3 +348,27 @@ def test_a_matmul_like_none_that_was_measured_is_xla_s() -> None:
         *((262144, 32), (262144, 12)),
     )
     assert not ranked(fused, H100)[0].slower
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_xlas"),
+    [(256, 256, True), (520, 520, False), (8, 65536, False), (1024, 128, True)],
+)
+def test_scores_are_of_all_keys(queries: int, keys: int, is_xlas: bool) -> None:
+    heads = 4
+    x, y = (
+        jax.ShapeDtypeStruct((1, s, heads, 64), jnp.bfloat16) for s in (queries, keys)
+    )
+    bias = jax.ShapeDtypeStruct((1, heads, queries, keys), jnp.bfloat16)
+
+    def gradients(*operands: Any) -> Any:
+        output, back = jax.vjp(jax_cudnn.sdpa, *operands)
+        return back(output)
+
+    (part,) = (
+        part
+        for graph in traced_program(gradients, x, y, y, bias).graphs
+        for part in graph.parts
+        if part.nodes[0].kind == "sdpa_backward"
+    )
+    assert ("few scores" in ranked(part, H100)[0].slower) == is_xlas

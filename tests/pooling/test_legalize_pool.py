@@ -68,7 +68,7 @@ def test_the_rewritten_graph_gives_the_same(space: int, order: Any, pad: Any) ->
         assert all(tensor.order == last for tensor in rewrite.graph.tensors)
         rng = np.random.default_rng(space)
         (shape,) = (tensor.stored_shape for tensor in graph.input_tensors)
-        operands = [jnp.asarray(rng.standard_normal(shape), jnp.float32)]
+        operands = [jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.float32))]
         got = evaluate_legal(rewrite, operands)
         want = evaluate(graph, operands)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)

@@ -74,9 +74,13 @@ def test_values_and_gradients_are_those_of_each_window(
 def test_results_have_the_dtype_of_the_inputs_and_sums_are_wide(
     kind: str, dtype: Any
 ) -> None:
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 40, 2)), dtype)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(1).standard_normal((3, 40, 2)), dtype)
+    )
     output, back = jax.vjp(lambda x: pool(kind, x, (31,), (3,), "SAME"), x)
-    weights = jnp.asarray(np.cos(np.arange(output.size)), dtype).reshape(output.shape)
+    weights = jnp.asarray(np.asarray(np.cos(np.arange(output.size)), dtype)).reshape(
+        output.shape
+    )
     want = pooled(x, kind, (31,), (3,), "SAME", cotangent=weights)
     unit = float(jnp.finfo(dtype).eps) / 2
     (grad,) = back(weights)
@@ -97,7 +101,9 @@ def test_results_have_the_dtype_of_the_inputs_and_sums_are_wide(
 def test_flax_is_replaced(name: str, kind: str) -> None:
     """No case cuts: JAX cannot differentiate that in Flax."""
     space, window, strides, padding = CASES[name]
-    x = jnp.asarray(np.random.default_rng(5).standard_normal((2, *space, 3)), "f4")
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(5).standard_normal((2, *space, 3)), "f4")
+    )
     args = (window, strides, padding)
 
     def results(function: Any) -> Any:
@@ -123,7 +129,9 @@ def test_reduce_window_is_replaced(draw: Draw) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["NCHW", "HNWC", "CHWN", "HWCN"])
 def test_layouts_are_transpositions(layout: str, kind: str) -> None:
-    x = jnp.asarray(np.random.default_rng(6).standard_normal((2, 7, 9, 3)), "f4")
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(6).standard_normal((2, 7, 9, 3)), "f4")
+    )
     args = ((3, 2), (2, 3), ((1, 0), (0, 1)))
     there = ["NHWC".index(letter) for letter in layout]
     back = [layout.index(letter) for letter in "NHWC"]
@@ -243,7 +251,9 @@ def test_indices_are_the_first_of_the_largest(name: str) -> None:
 
 
 def test_indices_in_other_layouts_under_vmap_and_without_elements() -> None:
-    x = jnp.asarray(np.random.default_rng(12).standard_normal((4, 2, 3, 7, 5)), "f4")
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(12).standard_normal((4, 2, 3, 7, 5)), "f4")
+    )
     function = functools.partial(
         jax_cudnn.max_pool,
         window_shape=(3, 2),
@@ -268,7 +278,9 @@ def test_indices_in_other_layouts_under_vmap_and_without_elements() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float8_e4m3fn"])
 def test_other_dtypes_are_pooled_by_xla(dtype: str) -> None:
-    x = jnp.asarray(np.random.default_rng(13).integers(0, 8, (2, 7, 3)), dtype)
+    x = jnp.asarray(
+        np.asarray(np.random.default_rng(13).integers(0, 8, (2, 7, 3)), dtype)
+    )
     got = jax_cudnn.max_pool(x, (3,), (2,), "SAME")
     assert got.dtype == x.dtype
     want = pooled(x.astype("f4"), "max", (3,), (2,), "SAME").output
@@ -332,7 +344,7 @@ def test_examples_fold_into_the_images(kind: str, draw: Draw) -> None:
     )
     for axis in (0, 1, 3):
         batch = jnp.stack([x, 2 * x, x - 1], axis=axis)
-        got = jax.vmap(function, in_axes=axis)(batch)
+        got = jax.jit(jax.vmap(function, in_axes=axis))(batch)
         want = stacked(function, (batch,), (axis,))
         np.testing.assert_allclose(got, want, rtol=1e-6)
         (only,) = graphs(jax.vmap(function, in_axes=axis), batch)
@@ -342,13 +354,13 @@ def test_examples_fold_into_the_images(kind: str, draw: Draw) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_of_operand_and_cotangent_may_have_examples(kind: str) -> None:
     rng = np.random.default_rng(16)
-    x = jnp.asarray(rng.standard_normal((4, 2, 7, 3)), "f4")
+    x = jnp.asarray(np.asarray(rng.standard_normal((4, 2, 7, 3)), "f4"))
 
     def gradient(x: Any, cotangent: Any) -> Any:
         output, back = jax.vjp(lambda x: pool(kind, x, (3,), (2,), "SAME"), x)
         return output, back(cotangent)[0]
 
-    cotangent = jnp.asarray(rng.standard_normal((4, 2, 4, 3)), "f4")
+    cotangent = jnp.asarray(np.asarray(rng.standard_normal((4, 2, 4, 3)), "f4"))
     for axes in itertools.product((0, None), repeat=2):
         if axes == (None, None):
             continue
@@ -356,7 +368,7 @@ def test_any_of_operand_and_cotangent_may_have_examples(kind: str) -> None:
             x if axes[0] == 0 else x[0],
             cotangent if axes[1] == 0 else cotangent[0],
         )
-        got = jax.vmap(gradient, in_axes=axes)(*given)
+        got = jax.jit(jax.vmap(gradient, in_axes=axes))(*given)
         for mine, theirs in zip(got, stacked(gradient, given, axes), strict=True):
             want = jnp.broadcast_to(theirs, mine.shape)
             np.testing.assert_allclose(mine, want, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import conv, matmul, plans
+from tests.common import drawn
 
 pytestmark = pytest.mark.sampled
 
@@ -25,7 +26,7 @@ _SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 def _normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return drawn.normal(seed, shape).astype(dtype)
 
 
 def _operands(op: str, scale: tuple[int, ...], dtype: Any) -> dict[str, jax.Array]:

@@ -32,7 +32,7 @@ def _mesh() -> Mesh:
 
 def _draw(*shapes: tuple[int, ...], dtype: Any = np.float32) -> list[jax.Array]:
     rng = np.random.default_rng(5)
-    return [jnp.asarray(rng.integers(-4, 5, s) / 4, dtype) for s in shapes]
+    return [jnp.asarray(np.asarray(rng.integers(-4, 5, s) / 4, dtype)) for s in shapes]
 
 
 def _placed(arrays: Sequence[jax.Array], specs: Sequence[P]) -> list[jax.Array]:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn
 from jax_cudnn import checkpoint_policies, f8, plans
-from tests.common.devices import mesh_of, placed
+from tests.common.devices import collectives, mesh_of, placed
+from tests.common.evaluating import with_pullback
 from tests.products.shared.f8_dense import ULP, close, normal, truth
 
 _RECIPES = [f8.Current(), f8.Delayed(history=4)]
@@ -30,8 +32,8 @@ def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -
     x = normal(0, *shape, 16).astype(dtype)
     w = normal(1, 16, 48).astype(dtype) / 16
     grad = (normal(2, *shape, 48) * 1e-3).astype(dtype)
-    y, back = jax.vjp(f8.dense, x, w)
-    for found, wanted in zip((y, *back(grad)), truth(x, w, grad), strict=True):
+    y, grads = with_pullback(f8.dense, (x, w), grad)
+    for found, wanted in zip((y, *grads), truth(x, w, grad), strict=True):
         assert found.dtype == dtype
         close(found, wanted, ulp=ULP[dtype])
 
@@ -39,12 +41,12 @@ def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -
 @pytest.mark.once
 def test_weights_keep_their_dtype() -> None:
     x, w = normal(0, 32, 16).astype("bfloat16"), normal(1, 16, 32)
-    y, back = jax.vjp(f8.dense, x, w)
-    grads = back(y)
+    grad = normal(2, 32, 32).astype("bfloat16")
+    y, grads = with_pullback(f8.dense, (x, w), grad)
     assert (y.dtype, *(each.dtype for each in grads)) == ("bfloat16",) * 2 + (
         "float32",
     )
-    close(grads[1], truth(x, w, y)[2], ulp=ULP["float32"])
+    close(grads[1], truth(x, w, grad)[2], ulp=ULP["float32"])
 
 
 @pytest.mark.once
@@ -54,15 +56,16 @@ def test_bias_and_activation() -> None:
     def layer(x: Any, w: Any, bias: Any) -> Any:
         return f8.dense(x, w, bias=bias, activation="gelu")
 
-    y, back = jax.vjp(layer, x, w, bias)
+    grad = normal(4, 6, 8)
+    y, (_, _, by_bias) = with_pullback(layer, (x, w, bias), grad)
     sums = truth(x, w)[0] + np.asarray(bias, np.float64)
     wanted, inner = jax.vjp(jax.nn.gelu, jnp.asarray(sums, jnp.float32))
     close(y, np.asarray(wanted, np.float64), ulp=1e-5)
-    (grad,) = inner(y)
-    close(back(y)[2], np.asarray(grad, np.float64).sum(0), ulp=1e-5)
+    (grad,) = inner(grad)
+    close(by_bias, np.asarray(grad, np.float64).sum(0), ulp=1e-5)
     # A bias by rows is broadcast the other way.
     rows = normal(3, 6, 1)
-    by_rows = jax.grad(lambda r: f8.dense(x, w, bias=r).sum())(rows)
+    by_rows = jax.jit(jax.grad(lambda r: f8.dense(x, w, bias=r).sum()))(rows)
     np.testing.assert_allclose(by_rows, np.full((6, 1), 8.0))
 
 
@@ -70,13 +73,14 @@ def test_bias_and_activation() -> None:
 def test_several_axes_are_summed() -> None:
     """As `jnp.tensordot` has them: a projection to heads, and back."""
     x, w = normal(0, 2, 5, 16), normal(1, 16, 3, 8)
-    heads, back = jax.vjp(f8.dense, x, w)
-    flat = truth(x, w.reshape(16, 24), heads.reshape(2, 5, 24))
+    grad = normal(3, 2, 5, 3, 8)
+    heads, grads = with_pullback(f8.dense, (x, w), grad)
+    flat = truth(x, w.reshape(16, 24), grad.reshape(2, 5, 24))
     close(heads, flat[0].reshape(heads.shape), ulp=1e-6)
-    for found, wanted in zip(back(heads), flat[1:], strict=True):
+    for found, wanted in zip(grads, flat[1:], strict=True):
         close(found, wanted.reshape(found.shape), ulp=1e-6)
     v = normal(2, 3, 8, 16)
-    merged = f8.dense(heads, v, axes=2)
+    merged = jax.jit(functools.partial(f8.dense, axes=2))(heads, v)
     wanted = truth(heads.reshape(2, 5, 24), v.reshape(24, 16))[0]
     close(merged, wanted, ulp=1e-6)
 
@@ -173,7 +177,7 @@ def test_states_may_be_added_and_averaged(count: int) -> None:
     x, w, grad = normal(0, count, 8, 16), normal(1, 16, 8), normal(2, count, 8, 8)
     step = functools.partial(_step, recipe=recipe)
     _, state = step(f8.dense_state(recipe), x, w, grad)
-    one = jax.vmap(lambda x, grad: step(state, x, w, grad)[1])(x, grad)
+    one = jax.jit(jax.vmap(lambda x, grad: step(state, x, w, grad)[1]))(x, grad)
     for joined in (jnp.sum, jnp.mean):
         together = jax.tree.map(functools.partial(joined, axis=0), one)
         _, after = step(together, x, w, grad)
@@ -253,7 +257,7 @@ def test_states_one_after_another_in_a_step() -> None:
             total += (y * grad).sum()
         return total, state
 
-    (_, by_state), last = jax.grad(loss, (0, 1), has_aux=True)(w, state)
+    (_, by_state), last = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(w, state)
     for each in (*by_state, last.x, last.w):
         assert each[-1] in (1, 2)
         assert (each >= 0).all()
@@ -270,8 +274,9 @@ def test_an_infinite_cotangent_is_seen() -> None:
             return f8.dense(x, w, recipe=recipe, state=state)
 
         for value in (np.inf, np.nan):
-            grad = normal(2, 8, 8).at[3, 4].set(value)
-            x_grad, w_grad = jax.vjp(layer, x, w)[1](grad)
+            grad = np.array(normal(2, 8, 8))
+            grad[3, 4] = value
+            _, (x_grad, w_grad) = with_pullback(layer, (x, w), grad)
             assert not np.isfinite(np.asarray(x_grad[3])).any()
             assert np.isfinite(np.delete(np.asarray(x_grad), 3, 0)).all()
             assert not np.isfinite(np.asarray(w_grad[:, 4])).any()
@@ -322,19 +327,24 @@ def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
 
     if state is not None:
         for _ in range(2):
-            state = jax.grad(loss, 1)(w, state)
+            state = jax.jit(jax.grad(loss, 1))(w, state)
     run = functools.partial(loss, state=state)
 
     def plain(w: Any) -> Any:
         return jnp.sin(x @ w).mean()
 
     wanted = jax.jvp(jax.grad(plain), (w,), (along,))[1]
-    for product in (
-        jax.jvp(jax.grad(run), (w,), (along,))[1],
-        jax.grad(lambda w: (jax.grad(run)(w) * along).sum())(w),
-        jax.grad(lambda w: jax.jvp(run, (w,), (along,))[1])(w),
-        jax.jit(jax.grad(lambda w: (jax.grad(jax.jit(run))(w) * along).sum()))(w),
-    ):
+
+    @jax.jit
+    def products(w: Any) -> list[Any]:
+        return [
+            jax.jvp(jax.grad(run), (w,), (along,))[1],
+            jax.grad(lambda w: (jax.grad(run)(w) * along).sum())(w),
+            jax.grad(lambda w: jax.jvp(run, (w,), (along,))[1])(w),
+            jax.grad(lambda w: (jax.grad(jax.jit(run))(w) * along).sum())(w),
+        ]
+
+    for product in products(w):
         close(product, np.asarray(wanted, np.float64), ulp=0.06)
     tangent = jax.jvp(lambda x: f8.dense(x, w), (x,), (x,))[1]
     close(tangent, truth(x, w)[0] * 1.0, ulp=0.05)
@@ -367,8 +377,9 @@ def test_scan_and_remat(recipe: Any) -> None:
 
     policy = checkpoint_policies.f8_saveable
     runs = layer, jax.checkpoint(layer), jax.checkpoint(layer, policy=policy)
+    in_turn = jax.jit(jax.grad(one_by_one, (0, 1)))
     for _ in range(2):
-        wanted, following = jax.grad(one_by_one, (0, 1))(w, states)
+        wanted, following = in_turn(w, states)
         for run in runs:
             scanned = jax.jit(jax.grad(by_scan, (0, 1)), static_argnums=2)
             found = scanned(w, states, run)
@@ -406,7 +417,7 @@ def test_symbolic_sizes(recipe: Any) -> None:
     kind = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
     exported = jax.export.export(jax.jit(gradients))(kind, w)
     x = normal(0, 24, 16)
-    for y, other in zip(exported.call(x, w), gradients(x, w), strict=True):
+    for y, other in zip(exported.call(x, w), jax.jit(gradients)(x, w), strict=True):
         close(y, np.asarray(other, np.float64), ulp=2e-3)
 
 
@@ -503,16 +514,43 @@ def _trained(recipe: Any, x: Any, w: Any) -> Any:
 def test_amaxes_are_over_all_devices(recipe: Any, kind: Any, specs: Any) -> None:
     x, w = normal(0, 32, 16) * jnp.linspace(1, 9, 32)[:, None], normal(1, 16, 8)
     mesh = mesh_of(kind, d=4, t=2)
+    trained = functools.partial(_trained, recipe)
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(_trained, recipe))(
-            *placed(mesh, (x, w), specs)
-        )
-    wanted = _trained(recipe, x, w)
+        found = jax.jit(trained)(*placed(mesh, (x, w), specs))
+    wanted = jax.jit(trained)(x, w)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
         found,
         wanted,
     )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_row_order_gathers_nothing(kind: Any) -> None:
+    """Programs of several devices ask for it where XLA divides what asks for it."""
+    mesh = mesh_of(kind, d=4)
+    x, w = placed(mesh, (normal(0, 32, 16), normal(1, 16, 8)), (("d",), ()))
+
+    def in_order(x: Any) -> Any:
+        return with_layout_constraint(x, Layout((0, 1))) + 1
+
+    def layer(x: Any, w: Any) -> Any:
+        y, back = jax.vjp(lambda x: f8.dense(x, w), x)
+        return back(y)[0]
+
+    def count(function: Any) -> int:
+        lowered = jax.jit(function).trace(x, w).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().count("@LayoutConstraint")
+
+    rows = PartitionSpec("d")
+    by_hand = jax.shard_map(
+        layer, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
+    )
+    with jax.set_mesh(mesh):
+        is_divided = not collectives(in_order, x)
+        assert count(layer) == (3 if is_divided else 0)
+        assert count(by_hand) == 3
+    assert is_divided or jax.__version_info__ < (0, 11)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -530,7 +568,7 @@ def test_sums_over_devices(kind: Any) -> None:
 
     with jax.set_mesh(mesh):
         found = jax.jit(both)(*placed(mesh, (x, w), ((None, "t"), ("t", None))))
-    for y, other in zip(found, both(x, w), strict=True):
+    for y, other in zip(found, jax.jit(both)(x, w), strict=True):
         close(y, np.asarray(other, np.float64), ulp=2e-3)
 
 
@@ -549,7 +587,7 @@ def test_shard_map_adds_states_up() -> None:
         layer, mesh=mesh, in_specs=(split, whole, whole), out_specs=split
     )
     found = jax.jit(lambda *given: jax.vjp(shared, *given)[1](grad))(x, w, state)
-    wanted = jax.vjp(layer, x, w, state)[1](grad)
+    _, wanted = with_pullback(layer, (x, w, state), grad)
     for y, other in zip(found[:2], wanted[:2], strict=True):
         close(y, np.asarray(other, np.float64), ulp=1e-5)
     assert float(found[2].x[-1]) == 4
@@ -568,7 +606,7 @@ def test_weights_are_gathered_on_an_explicit_mesh() -> None:
         divided = placed(mesh, (x, w), (("d", None), ("d", None)))
         whole = PartitionSpec(None, None)
         found = jax.jit(lambda x, w: gradients(x, w, whole))(*divided)
-    for y, other in zip(found, gradients(x, w), strict=True):
+    for y, other in zip(found, jax.jit(gradients)(x, w), strict=True):
         close(y, np.asarray(other, np.float64), ulp=2e-3)
 
 

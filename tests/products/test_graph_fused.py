@@ -496,7 +496,7 @@ def test_a_result_of_size_1_is_taken_once() -> None:
     assert fold is not None
     rng = np.random.default_rng(3)
     x, y, z = (
-        jnp.asarray(rng.normal(size=(*lead, *shapes[name])), jnp.float32)
+        jnp.asarray(np.asarray(rng.normal(size=(*lead, *shapes[name])), jnp.float32))
         for name, lead in (("a", (3,)), ("b", (3,)), ("c", ()))
     )
     operands = [
@@ -529,7 +529,10 @@ def test_a_cotangent_and_what_it_meets_broadcast(
     # vmap may have given examples to either of them alone.
     full = (6, 4, 5)
     rng = np.random.default_rng(5)
-    values = [jnp.asarray(rng.normal(size=dims), jnp.float32) for dims in (shape, full)]
+    values = [
+        jnp.asarray(np.asarray(rng.normal(size=dims), jnp.float32))
+        for dims in (shape, full)
+    ]
     for cotangent, x in (values, values[::-1]):
         graph = _pointwise(
             f"{mode}_grad",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the rewrites of depthwise convolutions, and which one comes first.
 
-In f64, as in test_legalize_fused.py.
+In f64, as in test_legalize_convs.py.
 """
 
 import dataclasses

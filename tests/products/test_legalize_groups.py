@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the rewrites of convolutions in groups, and which one comes first.
 
-In f64, as in test_legalize_fused.py. Groups of one channel are in
+In f64, as in test_legalize_convs.py. Groups of one channel are in
 test_legalize_depthwise.py.
 """
 

@@ -249,8 +249,8 @@ def test_8_bit_weights_are_widened(narrow: Any, is_left: bool, draw: Draw) -> No
 
 def test_scales_along_the_sum_are_multiplied_in_first(draw: Draw) -> None:
     rng = np.random.default_rng(2)
-    a = jnp.asarray(rng.integers(-128, 128, (3, 5)), jnp.int8)
-    b = jnp.asarray(rng.integers(-128, 128, (5, 7)), jnp.int8)
+    a = jnp.asarray(np.asarray(rng.integers(-128, 128, (3, 5)), jnp.int8))
+    b = jnp.asarray(np.asarray(rng.integers(-128, 128, (5, 7)), jnp.int8))
     along = draw("t1", t=5)
     got = matmul(a, b, scale_b=along, preferred_element_type=jnp.float32)
     assert_close(got, a.astype(jnp.float32) @ (b.astype(jnp.float32) * along), 1e-5)

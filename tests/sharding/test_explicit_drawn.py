@@ -221,7 +221,10 @@ def test_what_plain_jax_takes_is_taken(name: str, way: str, draw: int) -> None:
         if way == "scan":
             specs[0][0] = None
         pair = [_in_a_way(way, f, len(shapes)) for f in (ours, plain)]
-    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    arrays = [
+        jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.float32))
+        for shape in shapes
+    ]
     with jax.set_mesh(mesh):
         operands = placed(mesh, arrays, [tuple(spec) for spec in specs])
         found, want = (_outcome(f, operands) for f in pair)
@@ -274,7 +277,10 @@ def test_sequences_on_meshes_of_both_kinds(
     mesh = Mesh(mesh_of(s=2, b=2).devices, ("s", "b"), axis_types=kinds)
     rng = np.random.default_rng(7)
     shapes = [(4, 8, 4, 8), (4, 8, 2, 8), (4, 8, 2, 8)]
-    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    arrays = [
+        jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.float32))
+        for shape in shapes
+    ]
     is_typed = dict(zip(mesh.axis_names, kinds, strict=True))
 
     def typed(*entries: Any) -> P:
@@ -303,7 +309,7 @@ def test_sequences_on_meshes_of_both_kinds(
 
 def test_running_statistics_of_positions_on_several_devices() -> None:
     rng = np.random.default_rng(8)
-    x = jnp.asarray(rng.standard_normal((4, 4, 8, 8)), jnp.float32)
+    x = jnp.asarray(np.asarray(rng.standard_normal((4, 4, 8, 8)), jnp.float32))
     mean, var = jnp.zeros(8), jnp.ones(8)
     (sharded,) = placed(mesh_of(_E, x=2, y=2), [x], [(None, "y", "x")])
     found = jax.jit(lambda x: jax_cudnn.batch_norm(x, None, None, mean, var))(sharded)

@@ -25,7 +25,9 @@ _Function = Callable[..., Any]
 
 def _draw(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(3)
-    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    return [
+        jnp.asarray(np.asarray(rng.standard_normal(s), jnp.float32)) for s in shapes
+    ]
 
 
 def _explicit(**sizes: int) -> Mesh:

@@ -31,7 +31,7 @@ _SPECS = [("x", "y"), ("y",), ("x",)]
 
 
 def _integers(dtype: Any, *shape: int) -> jax.Array:
-    return jnp.asarray(_RNG.integers(-40, 41, shape), dtype)
+    return jnp.asarray(np.asarray(_RNG.integers(-40, 41, shape), dtype))
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -114,7 +114,7 @@ def test_sums_of_f8_products_are_those_of_a_layer_in_bf16(
     # Integers up to 7, and the power of two that is their scale, are exact in f8. So
     # the copies stand for the operands, and bits are those of products in 16 bits.
     operands = [
-        jnp.asarray(_RNG.integers(-7, 8, s), dtype)
+        jnp.asarray(np.asarray(_RNG.integers(-7, 8, s), dtype))
         for s in ((6, 2040), (2040, 10), (6, 10))
     ]
     operands = [x.at[0, 0].set(7) for x in operands]
@@ -151,7 +151,7 @@ def test_f8_products_with_results_in_f32_are_added_up_in_f32(
 ) -> None:
     # The gradient of weights in f32 is f32, whatever the layer's dtype is.
     x, w, cotangent = (
-        jnp.asarray(_RNG.integers(-7, 8, s), dtype).at[0, 0].set(7)
+        jnp.asarray(np.asarray(_RNG.integers(-7, 8, s), dtype)).at[0, 0].set(7)
         for s, dtype in (
             ((2040, 6), jnp.bfloat16),
             ((6, 10), jnp.float32),
@@ -262,7 +262,7 @@ def test_f32_results_are_added_up_in_f32(reduce_dtype: ReduceDtype) -> None:
 def test_errors_of_eight_shares_and_of_convolutions_are_bounded() -> None:
     # Each of the shares is rounded, and each sum of them.
     images, filters, cotangent = (
-        jnp.asarray(_RNG.standard_normal(shape), jnp.float16)
+        jnp.asarray(np.asarray(_RNG.standard_normal(shape), jnp.float16))
         for shape in ((16, 5, 6, 8), (1, 1, 8, 12), (16, 5, 6, 12))
     )
     specs = [("x",), (), ("x",)]

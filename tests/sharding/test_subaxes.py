@@ -57,7 +57,7 @@ def _shapes(function: Any, *arrays: jax.Array) -> list[Any]:
 
 def _normal(*shape: int) -> jax.Array:
     rng = np.random.default_rng(len(shape))
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.float32))
 
 
 def test_rows_of_several_axes_are_not_merged() -> None:

@@ -259,9 +259,7 @@ def test_parts_have_all_cells_once(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.products import conv_report_cells
 
     cells = conv_report_cells.cells(small=True)
-    report = contest_report.Report(
-        name="reports", command="", title="", comment="", about=()
-    )
+    report = contest_report.page_of((), name="reports", title="")
     found: list[str] = []
     for part in ("0/3", "1/3", "2/3"):
         options = contest_report.parser("Parts.").parse_args(["--list", "--part", part])
@@ -308,12 +306,10 @@ def test_a_contender_that_fails_has_its_reason_and_others_go_on() -> None:
     verdicts = [contest_report.verdict(row) for row in rows.values()]
     assert verdicts == ["", "", "≤ 1.05 failed", "≤ 1000000000.00 met"]
 
-    report = contest_report.Report(
-        name="sines", command="sine", title="Sines", comment="Of sines.", about=()
-    )
+    report = contest_report.page_of((), name="sines", title="Sines")
     named = [{"GPU": "NVIDIA A7", **row} for row in rows.values()]
     data = {"environment": {"GPU": "NVIDIA A7"}, "rows": named}
-    page = contest_report.markdown(report, data)
+    page = report(data)
     assert "- `untuned` meets 0 of 1 goals. Missed: sine 5 x 7 forward failed." in page
     assert "in the table: 2." in page
     assert "| sine | 5 x 7 | A7 | forward | xla |" in page
@@ -354,7 +350,7 @@ ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
 def test_bytes_of_a_program() -> None:
     code = importlib.import_module("benchmarks.xla.xla_code")
     assert code.kernels(_PROGRAM) == [
-        code.Kernel(name=f"%{name}", op=op, read=read, written=written)
+        code.Kernel(name=name, op=op, read=read, written=written)
         for name, op, read, written in (
             ("fusion", "fusion", 4 * 8 * 4 + 8 * 4, 4 * 8 * 4),
             ("call", "custom-call", 4 * 8 * 4 + 8 * 4, 16 * 2 + 3),
@@ -411,6 +407,7 @@ def test_rows_that_are_kept_say_their_driver_too(
 ) -> None:
     module = importlib.import_module("benchmarks.harness.program")
     records = importlib.import_module("benchmarks.harness.records")
+    page = importlib.import_module("benchmarks.harness.page")
 
     def run(us: int, *flags: str, **versions: str) -> dict[str, Any]:
         made = {"GPU": "H100", "driver": "580", "JAX": "0.11", "cuDNN": "9", **versions}
@@ -420,8 +417,7 @@ def test_rows_that_are_kept_say_their_driver_too(
             "What it asks.",
             lambda small: ["a", "b"],
             lambda cases: ({"case": each, "us": {"us": us}} for each in cases),
-            lambda found: "page",
-            name="data",
+            page.Page(name="data", title="Rows", lines=lambda found: ["page"]),
         )
         return json.loads((tmp_path / "data.json").read_text())
 
@@ -440,29 +436,9 @@ def test_rows_that_are_kept_say_their_driver_too(
     with pytest.raises(SystemExit, match=r"^no case has c in it$"):
         run(9, "--only", "c")
     run(9, "--name", "newer", cuDNN="10")
-    assert (tmp_path / "newer.md").read_text() == "page"
-
-
-def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
-    flags = (
-        "--small",
-        "--only",
-        "convnext: matmul|^matmul.*i8",
-        "--out",
-        str(tmp_path),
-    )
-    done = _run("benchmarks.untuned_cells", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "untuned_cells.json").read_text())["rows"]
-    found = {(row["cell"], row["direction"], row["XLA's form"]) for row in rows}
-    product = "matmul: matmul (24,16,40) bf16 x i8"
-    assert {(product, "fwd", f"scaled {x}") for x in ("before", "after")} < found
-    layer = "convnext: matmul (24,16,40)+bias+gelu"
-    assert {(layer, x, "jnp.matmul") for x in ("fwd", "fwd+bwd")} < found
-    assert all(row["ratio"] > 0 for row in rows)
-    page = (tmp_path / "untuned_cells.md").read_text()
-    assert f"Of {len(rows)} rows, " in page
-    assert f"| {product} | fwd, scaled after | xla |" in page
+    written = (tmp_path / "newer.md").read_text()
+    assert written.startswith("# Rows\n\nPrinted by `python -m benchmarks.data --out ")
+    assert written.endswith("\n\npage\n")
 
 
 def test_xla_forms_are_timed_beside_plain_jax(tmp_path: Path) -> None:
@@ -512,7 +488,7 @@ def test_xla_forms_have_the_results_of_plain_jax() -> None:
 
 def test_small_attention_is_drawn_for_each_case() -> None:
     benchmark = importlib.import_module("benchmarks.policy.small_attention")
-    calls = [call for _, call in benchmark.chosen(0, 2)]
+    calls = [call for _, call in benchmark.cases(small=True)]
     cases = [(call.has_gradients, benchmark.is_one(call)) for call in calls]
     assert {case: cases.count(case) for case in cases} == dict.fromkeys(
         [(False, False), (False, True), (True, False), (True, True)], 2

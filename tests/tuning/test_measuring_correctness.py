@@ -24,6 +24,7 @@ from jax_cudnn.tuning.correctness import (
 from jax_cudnn.tuning.stopwatch import draw_sets
 from tests.attention.shared.cases import Case, attention, make_operands
 from tests.attention.shared.flash import flash
+from tests.common import drawn
 from tests.common.planner import H200
 from tests.norms import problems as norms
 
@@ -34,7 +35,7 @@ _BF16, _F16, _F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 def _normal(seed: int, shape: tuple[int, ...], dtype: Any = _F32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, _F32).astype(dtype)
+    return drawn.normal(seed, shape, _F32).astype(dtype)
 
 
 def _part(function: Any, *shapes: tuple[int, ...], dtype: Any = _BF16) -> Any:

@@ -181,7 +181,7 @@ def test_ragged_dot(sizes: tuple[int, ...], dtype: Any, padding: float | None) -
     rng = np.random.default_rng(sum(sizes))
     shapes = (24, 16), (4, 16, 32), (24, 32)
     rows, matrices, cotangent = (
-        jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes
+        jnp.asarray(np.asarray(rng.standard_normal(shape), dtype)) for shape in shapes
     )
     if padding is not None:
         rows, cotangent = (x.at[sum(sizes) :].set(padding) for x in (rows, cotangent))

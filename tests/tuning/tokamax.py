@@ -52,7 +52,9 @@ class Attention:
             *([(*self.bias, self.t)] if self.bias else []),
             (self.b, self.s, self.h, e),
         ]
-        arrays = [jnp.asarray(rng.standard_normal(x), self.dtype) for x in shapes]
+        arrays = [
+            jnp.asarray(np.asarray(rng.standard_normal(x), self.dtype)) for x in shapes
+        ]
         if self.bias:
             arrays[3] = arrays[3].astype(self.bias_dtype)
         return arrays

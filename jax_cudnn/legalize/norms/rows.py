@@ -225,13 +225,10 @@ def _complete_results(editor: GraphEditor) -> None:
         like = "x" if role == "grad_x" else "scale"
         dims = result_dims(row, role, roles, main.attributes)
         dtype = "f32" if role in statistics else roles[like].dtype
+        # cuDNN wants x and its gradient stored alike, also where nobody reads it.
+        order = roles["x"].order if role == "grad_x" else tuple(range(len(dims)))
         editor.put_result(
-            Tensor(
-                name=role,
-                dtype=cast("DTypeName", dtype),
-                dims=dims,
-                order=tuple(range(len(dims))),
-            )
+            Tensor(name=role, dtype=cast("DTypeName", dtype), dims=dims, order=order)
         )
 
 

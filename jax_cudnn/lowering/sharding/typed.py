@@ -129,7 +129,7 @@ def types_of(
         factors = replace(factors, whole=factors.whole & on_several)
     factors = factors.with_whole(unmatched)
     division = divide(factors, given, first=results)
-    conflict = "" if may_gather else _conflict(graph, division, given)
+    conflict = "" if may_gather else _conflict(graph, operands, division, given)
     is_settled = bool(conflict)
     if is_settled:
         if wanted is None:
@@ -286,12 +286,16 @@ def operation_in(graph: Graph) -> str:
 
 def _conflict(
     graph: Graph,
+    operands: Sequence[Any],
     division: Division[NamedCut],
     given: Sequence[tuple[str, Sequence[NamedCut | None]]],
 ) -> str:
-    """Return how the operands' shardings contradict each other; "" if they do not."""
+    """Return how the operands' shardings contradict each other; "" if they do not.
+
+    Axes are named by their sizes: arrays of a graph may have more axes than the user's.
+    """
     results = division.factors.of(*graph.outputs)
-    for name, cuts in given:
+    for (name, cuts), x in zip(given, operands, strict=True):
         for i, (product, cut) in enumerate(
             zip(division.factors.axes[name], cuts, strict=True)
         ):
@@ -304,11 +308,11 @@ def _conflict(
             if _keeps(alone, product, cut):
                 shown = ", ".join(axis for axis, _ in cut.axes)
                 return (
-                    f"{operation_in(graph)}: axis {i} of {name} is sharded along "
-                    f"{shown} of the mesh, and another operand's sharding along the "
-                    "same axes of the mesh, or of the same axis, contradicts it. "
-                    "Reshard one of the operands with jax.sharding.reshard, or use a "
-                    "mesh with AxisType.Auto."
+                    f"{operation_in(graph)}: the axis of {name} with size {x.shape[i]} "
+                    f"is sharded along {shown} of the mesh. Another operand has "
+                    f"another axis sharded along {shown}, or the same axis sharded "
+                    "differently. Reshard one of the operands with "
+                    "jax.sharding.reshard, or use a mesh with AxisType.Auto."
                 )
     return ""
 

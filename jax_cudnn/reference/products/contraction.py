@@ -6,6 +6,7 @@ interpreter passes the precision, as JAX takes it. Roles and axis letters are th
 graph/products/matmul.py and graph/products/conv.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,13 @@ from jax_cudnn.graph.products.conv import ConvAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.reference.dtypes import DTYPES, kept_rounding
-from jax_cudnn.reference.products import depthwise
+from jax_cudnn.reference.products import shifted
 
 Operands = Mapping[str, jax.Array]
+
+# A gradient of more taps is one convolution, which XLA compiles sooner than as many
+# matmuls.
+_MOST_MATMULS = 27
 
 
 def matmul(
@@ -118,17 +123,22 @@ def conv_wgrad(
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
     dims = outputs["grad_w"].dims
-    if depthwise.applies(x, grad, dims):
-        windows = depthwise.Windows(
-            taps=tuple(dims[2:]),
-            strides=attributes.window_strides,
-            padding=_pairs(attributes.padding_low, attributes.padding_high),
-            inner=attributes.lhs_dilation,
-            dilation=attributes.rhs_dilation,
-        )
-        sums = depthwise.filter_gradient(x, grad, windows)
-        return {"grad_w": sums.astype(DTYPES[outputs["grad_w"].dtype])}
+    dtype = DTYPES[outputs["grad_w"].dtype]
     groups = _groups(x.shape, dims)
+    windows = shifted.Windows(
+        taps=tuple(dims[2:]),
+        strides=attributes.window_strides,
+        padding=_pairs(attributes.padding_low, attributes.padding_high),
+        inner=attributes.lhs_dilation,
+        dilation=attributes.rhs_dilation,
+    )
+    if shifted.applies(x, grad, dims):
+        return {"grad_w": shifted.filter_gradient(x, grad, windows).astype(dtype)}
+    if windows.has_holes and math.prod(windows.taps) <= _MOST_MATMULS:
+        sums = shifted.filter_gradient_by_matmuls(
+            x, grad, windows, groups, preferred_element_type=dtype, precision=precision
+        )
+        return {"grad_w": sums}
     high: list[int] = []
     for i, size in enumerate(dims[2:]):
         window = dilated(size, attributes.rhs_dilation[i])
@@ -179,17 +189,21 @@ def _conv_in_groups(
 ) -> jax.Array:
     """Return a convolution, where it is faster as a sum of shifted products."""
     filters = [w.shape[axis] for axis in numbers.rhs_spec]
-    if depthwise.applies(x, w, filters):
-        windows = depthwise.Windows(
-            taps=tuple(filters[2:]),
-            strides=window_strides,
-            padding=padding,
-            inner=lhs_dilation,
-            dilation=rhs_dilation,
-        )
+    windows = shifted.Windows(
+        taps=tuple(filters[2:]),
+        strides=window_strides,
+        padding=padding,
+        inner=lhs_dilation,
+        dilation=rhs_dilation,
+    )
+    if shifted.applies(x, w, filters):
         taps = jnp.transpose(w, numbers.rhs_spec)
-        sums = depthwise.convolved(x, taps, windows, output.order)
+        sums = shifted.convolved(x, taps, windows, output.order)
         return sums.astype(DTYPES[output.dtype])
+    if windows.has_holes and not windows.is_symmetric and {*lhs_dilation} == {1}:
+        # XLA would fill the holes of the filter with zeros, and multiply by them.
+        x = jax.lax.optimization_barrier(windows.padded(x, range(x.ndim)))
+        padding = [(0, 0)] * len(padding)
     return _conv(
         x,
         w,

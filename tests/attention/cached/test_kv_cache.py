@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import jax_cudnn
 from jax_cudnn import kv_cache
+from tests.common import drawn
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -24,6 +25,10 @@ def _counts(data: st.DataObject, b: int, s: int, room: int) -> tuple[int, ...] |
     """Draw how many of s new tokens are written; not all, where there is no room."""
     counts = st.tuples(*[st.integers(-1, s + 1)] * b)
     return data.draw(counts if s > room else st.none() | counts)
+
+
+_update = jax.jit(kv_cache.update, static_argnames="layout")
+_update_pages = jax.jit(kv_cache.update_pages, static_argnames="layout")
 
 
 @given(data=st.data())
@@ -41,11 +46,11 @@ def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
                 want[i, place] = new[i, j]
     n = None if counts is None else np.array(counts, np.int32)
     lengths = np.array(lengths, np.int32)
-    got = kv_cache.update(cache, new, lengths, n)
+    got = _update(cache, new, lengths, n)
     np.testing.assert_array_equal(got, want)
     for layout, axes in (("bhsd", (0, 2, 1)), ("sbhd", (1, 0, 2))):
         moved = [np.transpose(x, axes) for x in (cache, new)]
-        got = kv_cache.update(*moved, lengths, n, layout=layout)
+        got = _update(*moved, lengths, n, layout=layout)
         np.testing.assert_array_equal(got, np.transpose(want, axes))
 
 
@@ -72,10 +77,10 @@ def test_tokens_reach_their_pages_and_no_others(data: st.DataObject) -> None:
                 want[table[i, place // size], place % size] = new[i, j]
     n = None if counts is None else np.array(counts, np.int32)
     lengths = np.array(lengths, np.int32)
-    got = kv_cache.update_pages(old, new, table, lengths, n)
+    got = _update_pages(old, new, table, lengths, n)
     np.testing.assert_array_equal(got, want)
     old, new, want = (np.swapaxes(x, 1, 2) for x in (old, new, want))
-    got = kv_cache.update_pages(old, new, table, lengths, n, layout="bhsd")
+    got = _update_pages(old, new, table, lengths, n, layout="bhsd")
     np.testing.assert_array_equal(got, want)
 
 
@@ -192,9 +197,8 @@ def test_in_a_loop_the_cache_is_carried_in_place() -> None:
 
 def test_decoding_token_by_token_is_attention_at_once() -> None:
     b, s, h, k, d = 2, 6, 4, 2, 8
-    key = jax.random.key(0)
-    q = jax.random.normal(key, (b, s, h, d))
-    kv = jax.random.normal(jax.random.key(1), (2, b, s, k, d))
+    q = drawn.normal(0, (b, s, h, d))
+    kv = drawn.normal(1, (2, b, s, k, d))
     want = jax_cudnn.sdpa(q, kv[0], kv[1], is_causal=True)
     caches = [jnp.full((b, 8, k, d), jnp.nan)] * 2
     pages = [jnp.full((9, 2, k, d), jnp.nan)] * 2

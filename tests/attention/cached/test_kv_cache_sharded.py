@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jax_cudnn import kv_cache
+from tests.common import drawn
 from tests.common.devices import Spec, collectives, gradient, mesh_of, placed
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -33,7 +34,7 @@ class Case:
         axes = ["bshd".index(letter) for letter in self.layout]
         sizes = [(PAGES, PAGE, K, D) if self.is_paged else (B, T, K, D), (B, S, K, D)]
         cache, new = (
-            jax.random.normal(jax.random.key(i), tuple(size[axis] for axis in axes))
+            drawn.normal(i, tuple(size[axis] for axis in axes))
             for i, size in enumerate(sizes)
         )
         table = [jnp.array([[7, 2], [4, 0], [11, -1], [9, 5]])] if self.is_paged else []

@@ -18,6 +18,7 @@ import jax_cudnn
 from jax_cudnn import kv_cache, masks
 from jax_cudnn.errors import UnsupportedError
 from tests.attention.shared.cached import Drawn, Problem, draw, in_pages
+from tests.common import drawn
 from tests.common.devices import mesh_of, placed
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -147,8 +148,8 @@ def test_it_is_sdpa_with_a_mask_at_the_end_of_the_cache(
 
 
 def test_pages_may_be_shared_by_sequences() -> None:
-    k, v = jax.random.normal(jax.random.key(0), (2, 5, 4, 2, 8))
-    q = jax.random.normal(jax.random.key(1), (3, 1, 4, 8))
+    k, v = drawn.normal(0, (2, 5, 4, 2, 8))
+    q = drawn.normal(1, (3, 1, 4, 8))
     table = jnp.array([[4, 1, 0], [4, 1, 3], [4, 2, 2]])
     lengths = jnp.array([9, 12, 6])
     got = jax_cudnn.paged_sdpa(q, k, v, table, lengths)
@@ -158,8 +159,8 @@ def test_pages_may_be_shared_by_sequences() -> None:
 
 
 def test_numbers_that_are_no_page_are_the_nearest_one() -> None:
-    k, v = jax.random.normal(jax.random.key(0), (2, 3, 4, 1, 8))
-    q = jax.random.normal(jax.random.key(1), (1, 1, 1, 8))
+    k, v = drawn.normal(0, (2, 3, 4, 1, 8))
+    q = drawn.normal(1, (1, 1, 1, 8))
     got, want = (
         jax_cudnn.paged_sdpa(q, k, v, jnp.array([table]), jnp.array([8]))
         for table in ([-7, 3], [0, 2])
@@ -356,8 +357,8 @@ def test_symbolic_sizes_run_xla() -> None:
 
 # --- messages -------------------------------------------------------------------------
 
-_Q, _C, _P = (jnp.ones(x) for x in ((2, 3, 4, 8), (2, 7, 2, 8), (5, 4, 2, 8)))
-_L, _T = jnp.array([3, 4]), jnp.array([[0, 1], [3, 2]])
+_Q, _C, _P = (np.ones(x, "f4") for x in ((2, 3, 4, 8), (2, 7, 2, 8), (5, 4, 2, 8)))
+_L, _T = np.array([3, 4], "i4"), np.array([[0, 1], [3, 2]], "i4")
 
 
 def _cached(q: Any = _Q, k: Any = _C, v: Any = _C, n: Any = _L, **more: Any) -> Any:
@@ -433,7 +434,7 @@ def _paged(
             "paged_sdpa: key_pages has 2 heads but value_pages 1: ",
         ),
         (
-            _cached(jnp.ones((2, 9, 4, 8))),
+            _cached(np.ones((2, 9, 4, 8), "f4")),
             ValueError,
             "cached_sdpa: 9 queries of a sequence are tokens of it, and there is room "
             "for 7: query is f32[2,9,4,8], key_cache f32[2,7,2,8]. Make room for all "
@@ -442,8 +443,8 @@ def _paged(
         (
             jax.jit(
                 _paged(
-                    jnp.ones((2, 4, 9, 8)),
-                    *[jnp.ones((5, 2, 4, 8))] * 2,
+                    np.ones((2, 4, 9, 8), "f4"),
+                    *[np.ones((5, 2, 4, 8), "f4")] * 2,
                     is_causal=False,
                     local_window_size=3,
                     layout="bhsd",

@@ -22,6 +22,7 @@ from tests.attention.shared.f8 import gradients
 from tests.attention.shared.f8 import wide as f32
 from tests.attention.shared.oracle import SIZES, shape_of
 from tests.common.devices import collectives, gradient, mesh_of, placed
+from tests.common.evaluating import with_pullback
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -31,7 +32,7 @@ _SIZES = {**SIZES, "d": 16, "e": 24}
 def _operands(dtype: Any, seed: int = 0, sizes: Any = _SIZES) -> list[jax.Array]:
     rng = np.random.default_rng(seed)
     return [
-        jnp.asarray(rng.standard_normal(shape_of(axes, sizes)), dtype)
+        jnp.asarray(np.asarray(rng.standard_normal(shape_of(axes, sizes)), dtype))
         for axes in ("bshd", "btkd", "btke")
     ]
 
@@ -80,17 +81,19 @@ def test_the_gradient_is_that_of_the_formula(is_causal: bool, wide: Any) -> None
     run = functools.partial(
         f8.quantized_sdpa, is_causal=is_causal, return_residual=True
     )
-    (output, lse), back = jax.vjp(run, *operands)
     rng = np.random.default_rng(2)
-    grad_output = jnp.asarray(rng.standard_normal(output.shape), wide)
-    grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
+    pulls = tuple(
+        jnp.asarray(rng.standard_normal(x.shape).astype(x.dtype))
+        for x in jax.eval_shape(run, *operands)
+    )
+    (output, _), found = with_pullback(run, operands, pulls)
     s, t = _SIZES["s"], _SIZES["t"]
     seen = np.arange(t) <= np.arange(s)[:, None] if is_causal else np.ones((s, t), bool)
     rounded = [
         f8.dequantize(*_stored(x, jnp.float8_e4m3fn), jnp.float32) for x in operands
     ]
-    truths = gradients(rounded, output, grad_output, grad_lse, seen)
-    for x, y in zip(back((grad_output, grad_lse)), truths, strict=True):
+    truths = gradients(rounded, output, *pulls, seen)
+    for x, y in zip(found, truths, strict=True):
         assert x.dtype == wide
         error = np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max()
         assert error <= 4 * float(jnp.finfo(wide).eps), error
@@ -104,11 +107,11 @@ def test_a_layout_moves_axes_and_nothing_else(layout: Any, axes: Any) -> None:
     moved = [jnp.transpose(x, axes) for x in operands]
     back = np.argsort(axes)
     run = functools.partial(f8.quantized_sdpa, is_causal=True, return_residual=True)
-    want, pull = jax.vjp(run, *operands)
-    got, pull_moved = jax.vjp(functools.partial(run, layout=layout), *moved)
-    cotangent = jnp.cos(want[0]), jnp.sin(want[1])
-    found = pull_moved((jnp.transpose(cotangent[0], axes), cotangent[1]))
-    for x, y in zip((got[0], *found), (want[0], *pull(cotangent)), strict=True):
+    pulls = jax.tree.map(jnp.cos, jax.jit(run)(*operands))
+    want, wanted = with_pullback(run, operands, pulls)
+    pulls = jnp.transpose(pulls[0], axes), pulls[1]
+    got, found = with_pullback(functools.partial(run, layout=layout), moved, pulls)
+    for x, y in zip((got[0], *found), (want[0], *wanted), strict=True):
         x, y = (np.asarray(each, np.float32) for each in (jnp.transpose(x, back), y))
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
@@ -155,7 +158,10 @@ def test_gradients_pass_through_rounding_and_saturation() -> None:
 def test_random_operands_and_cotangents_may_be_examples_of_a_vmap() -> None:
     operands = _operands(jnp.bfloat16, seed=6)
     cotangent = jnp.asarray(
-        np.random.default_rng(7).standard_normal(shape_of("bshe", _SIZES)), jnp.bfloat16
+        np.asarray(
+            np.random.default_rng(7).standard_normal(shape_of("bshe", _SIZES)),
+            jnp.bfloat16,
+        )
     )
     given = [*operands, cotangent]
 
@@ -204,7 +210,7 @@ def test_batch_and_heads_stay_sharded(kind: AxisType) -> None:
     sharded = placed(mesh_of(kind, x=4, y=2), operands, [("x", None, "y")] * 3)
     functions: tuple[Any, ...] = (run, gradient(run))
     for function in functions:
-        got, want = jax.jit(function)(*sharded), function(*operands)
+        got, want = (jax.jit(function)(*given) for given in (sharded, operands))
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             x, y = f32(x), f32(y)
             assert np.abs(x - y).max() <= 0.08 * np.abs(y).max()

@@ -130,7 +130,8 @@ def _backward(graph: Graph, operands: list[jax.Array], outputs: Any) -> tuple[An
         "input": operands,
         "output": list(outputs),
         "cotangent": [
-            jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in outputs
+            jnp.asarray(np.asarray(rng.standard_normal(x.shape), jnp.float32))
+            for x in outputs
         ],
     }
     return backward.graph, [source[kind][i] for kind, i in backward.operands]

@@ -97,7 +97,8 @@ def _check_meaning(
         "input": operands,
         "output": list(outputs),
         "cotangent": [
-            jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in outputs
+            jnp.asarray(np.asarray(rng.standard_normal(x.shape), jnp.float32))
+            for x in outputs
         ],
     }
     operands = [source[kind][i] for kind, i in backward.operands]
@@ -641,7 +642,9 @@ def test_gradients_of_parts_of_the_keys_add_up(
     operands = [
         known[tensor.name]
         if tensor.name in known
-        else jnp.asarray(rng.standard_normal(tensor.stored_shape), jnp.float32)
+        else jnp.asarray(
+            np.asarray(rng.standard_normal(tensor.stored_shape), jnp.float32)
+        )
         for tensor in backward.input_tensors
     ]
     whole = dict(zip(backward.outputs, evaluate(backward, operands), strict=True))

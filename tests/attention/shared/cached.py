@@ -154,7 +154,7 @@ def draw(problem: Problem, seed: int = 0, *, poison: bool = True) -> Drawn:
     b, room, heads = problem.b, problem.room, problem.k * problem.g
 
     def normal(*shape: int) -> np.ndarray:
-        return np.array(jnp.asarray(rng.standard_normal(shape), dtype))
+        return rng.standard_normal(shape).astype(dtype)
 
     dense = [normal(b, room, problem.k, x) for x in (problem.d, problem.e)]
     is_past = np.arange(room) >= np.asarray(problem.lengths, np.int64)[:, None]
@@ -177,18 +177,20 @@ def draw(problem: Problem, seed: int = 0, *, poison: bool = True) -> Drawn:
         lengths = np.asarray(problem.lengths, np.int64)[:, None]
         used = -(-lengths // problem.page)
         junk = rng.choice([-1, pages, 2**31 - 1, -(2**31), 0], order.shape)
-        table = jnp.asarray(np.where(np.arange(each) < used, order, junk), jnp.int32)
+        table = jnp.asarray(
+            np.asarray(np.where(np.arange(each) < used, order, junk), jnp.int32)
+        )
     return Drawn(
         problem=problem,
         query=jnp.asarray(normal(b, problem.s, heads, problem.d)),
         key=jnp.asarray(stored[0]),
         value=jnp.asarray(stored[1]),
-        lengths=jnp.asarray(problem.lengths, jnp.int32),
+        lengths=jnp.asarray(np.asarray(problem.lengths, np.int32)),
         page_table=table,
         query_lengths=None
         if problem.query_lengths is None
-        else jnp.asarray(problem.query_lengths, jnp.int32),
-        sinks=jnp.asarray(rng.standard_normal(heads), jnp.float32)
+        else jnp.asarray(np.asarray(problem.query_lengths, np.int32)),
+        sinks=jnp.asarray(np.asarray(rng.standard_normal(heads), jnp.float32))
         if problem.sinks
         else None,
         dense=(dense[0], dense[1]),

@@ -74,7 +74,7 @@ def make_operands(case: Case, seed: int = 0) -> Operands:
     e = case.d if case.e is None else case.e
 
     def normal(*shape: int, like: jnp.dtype = dtype) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), like)
+        return jnp.asarray(np.asarray(rng.standard_normal(shape, np.float32), like))
 
     query = normal(case.b, case.s, case.h, case.d)
     key = normal(case.b, case.t, case.k, case.d)
@@ -113,7 +113,7 @@ def make_operands(case: Case, seed: int = 0) -> Operands:
         cotangents += (case.residual_cotangent * cotangent,)
     names += [f"grad_{n}" for n in ("query", "key", "value", "bias")[: len(wanted)]]
     lengths = tuple(
-        None if x is None else jnp.asarray(x, jnp.int32)
+        None if x is None else jnp.asarray(np.asarray(x, np.int32))
         for x in (case.query_lengths, case.key_lengths)
     )
     return Operands(

@@ -41,8 +41,10 @@ def flash(graph: Graph, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
     roles = {name: role for role, name in node.outputs}
     return tuple(
         jnp.asarray(
-            np.transpose(found[roles[tensor.name]], tensor.order),
-            given["query"].dtype if tensor.dtype != "f32" else jnp.float32,
+            np.asarray(
+                np.transpose(found[roles[tensor.name]], tensor.order),
+                given["query"].dtype if tensor.dtype != "f32" else jnp.float32,
+            )
         )
         for tensor in graph.output_tensors
     )

@@ -113,6 +113,27 @@ def test_images_are_planned_as_they_are_stored(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_some_operands_are_planned(kind: str) -> None:
+    """Such as those of scale and bias alone, of images as they are stored."""
+    target, texts = harness.target("h200"), {}
+    for dims in _DIMS[kind][:3]:
+        for order in (None, _LAST)[: 2 if kind == "group_norm" else 1]:
+            problem = Problem(kind=kind, dims=dims, dtype="bf16", order=order)
+            for wanted in itertools.product((False, True), repeat=3):
+                if not any(wanted):
+                    continue
+                backward = backward_of(problem.graph, wanted)
+                rewrites = legalize(backward, target).candidates
+                if not rewrites:  # see test_images_are_planned_as_they_are_stored
+                    assert (order, dims) == (_LAST, (3, 7, 1, 121))
+                    continue
+                texts[f"{problem} {wanted}"] = to_json(rewrites[0].graph)
+    answers = harness.plan_all(list(texts.values()), "h200", build=False)
+    for name, answer in zip(texts, answers, strict=True):
+        assert "candidates" in answer, (name, answer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_plans_are_built(kind: str) -> None:
     _check([Problem(kind=kind, dims=_DIMS[kind][0], dtype="bf16")], "h200", build=True)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that no zeros are written for transposed convolutions, nor for their gradients.
 
-In f64, as in test_legalize_fused.py.
+In f64, as in test_legalize_convs.py.
 """
 
 from collections.abc import Iterator

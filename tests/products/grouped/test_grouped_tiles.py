@@ -80,7 +80,9 @@ def test_nothing_of_another_group_reaches_a_row() -> None:
     sizes, rows = [5, 0, 17, 9], 40
     rng = np.random.default_rng(0)
     shapes = (rows, _K), (len(sizes), _K, _N), (rows, _N)
-    a, b, grad = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
+    a, b, grad = (
+        jnp.asarray(np.asarray(rng.standard_normal(x), jnp.float32)) for x in shapes
+    )
     given_sizes = jnp.asarray(sizes, jnp.int32)
     clean = grouped_tiles.product(a, b, given_sizes, a.dtype, None)
     matrices = grouped_tiles.product_over_rows(a, grad, given_sizes, a.dtype, None)

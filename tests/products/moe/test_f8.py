@@ -24,7 +24,9 @@ def _problem(dtype: Any) -> tuple[jax.Array, ...]:
     """Return x, w, a bias and a cotangent; rows in no group are NaN."""
     rng = np.random.default_rng(0)
     shapes = ((_ROWS, _K), (4, _K, _N), (4, _N), (_ROWS, _N))
-    x, w, bias, grad = [jnp.asarray(rng.normal(size=s), "f4") for s in shapes]
+    x, w, bias, grad = [
+        jnp.asarray(np.asarray(rng.normal(size=s), "f4")) for s in shapes
+    ]
     x, grad = x.at[_READ:].set(jnp.nan), 1e-3 * grad.at[_READ:].set(jnp.nan)
     return x.astype(dtype), w, bias, grad.astype(dtype)
 
@@ -79,7 +81,7 @@ def test_tangents_and_second_derivatives_are_those_of_rounded_operands() -> None
     x = x.at[_READ:].set(0)
     rng = np.random.default_rng(1)
     dx, dw, grad = (
-        jnp.asarray(rng.standard_normal(shape), "f4")
+        jnp.asarray(np.asarray(rng.standard_normal(shape), "f4"))
         for shape in (x.shape, w.shape, (_ROWS, _N))
     )
     run = functools.partial(f8.ragged_dot, group_sizes=_SIZES)
@@ -151,7 +153,7 @@ def test_derivatives_by_blocks_agree_with_those_of_rounded_operands(name: str) -
     x, w, _, _ = (each.at[_READ:].set(0) for each in _problem(jnp.float32))
     rng = np.random.default_rng(1)
     dx, dw, grad = (
-        jnp.asarray(rng.standard_normal(shape), "f4")
+        jnp.asarray(np.asarray(rng.standard_normal(shape), "f4"))
         for shape in (x.shape, w.shape, (_ROWS, _N))
     )
     dx = dx.at[_READ:].set(0)
@@ -225,7 +227,8 @@ def test_operands_of_f8_go_to_a_graph() -> None:
     """With gradients as JAX has them, without scales."""
     rng = np.random.default_rng(2)
     lhs, rhs = (
-        jnp.asarray(rng.integers(-3, 4, shape), "f4") for shape in ((9, 4), (2, 4, 5))
+        jnp.asarray(np.asarray(rng.integers(-3, 4, shape), "f4"))
+        for shape in ((9, 4), (2, 4, 5))
     )
     sizes = jnp.array([3, 4])
 

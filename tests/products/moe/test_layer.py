@@ -14,6 +14,7 @@ from jax import export
 from jax.test_util import check_grads
 
 from jax_cudnn import moe
+from tests.common import drawn as numbers
 from tests.products.moe.truth import PLAIN, Mixture, drawn, mixture
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -320,8 +321,7 @@ def test_no_gradient_adds_rows_in_unknown_order() -> None:
 
 # --- errors ---------------------------------------------------------------------------
 
-_X, _E = jnp.ones((4, 6)), jnp.ones((4, 2), jnp.int32)
-_FOUND = moe.permutation(_E, 2)
+_X, _E = np.ones((4, 6), "f4"), np.ones((4, 2), "i4")
 _LAYER = {name: x for name, x in drawn(0, **_SIZES).items() if name != "selection_bias"}
 _layer = functools.partial(moe.layer, **_LAYER)
 
@@ -350,17 +350,19 @@ _layer = functools.partial(moe.layer, **_LAYER)
             "moe.permutation: num_experts=0 must be at least 1.",
         ),
         (
-            lambda: moe.permute(_X[:3], _FOUND),
+            lambda: moe.permute(_X[:3], moe.permutation(_E, 2)),
             ValueError,
             "moe.permute: x is f32[3,6]. It must be (tokens, width) for the 4 tokens",
         ),
         (
-            lambda: moe.unpermute(_X, _FOUND),
+            lambda: moe.unpermute(_X, moe.permutation(_E, 2)),
             ValueError,
             "moe.unpermute: rows is f32[4,6]. It must be (rows, width) for the 8 rows",
         ),
         (
-            lambda: moe.unpermute(jnp.ones((8, 3)), _FOUND, jnp.ones((2, 4))),
+            lambda: moe.unpermute(
+                jnp.ones((8, 3)), moe.permutation(_E, 2), jnp.ones((2, 4))
+            ),
             ValueError,
             "moe.unpermute: weights is f32[2,4]. It must be [4, 2], one for each",
         ),
@@ -559,9 +561,9 @@ def test_experts_beyond_32_bits_are_dropped() -> None:
 
 
 def test_a_capacity_is_rounded_as_it_is_written_and_may_be_large() -> None:
-    x, router_w = jax.random.normal(jax.random.key(0), (50, 4)), jnp.zeros((4, 10))
+    x, router_w = numbers.normal(0, (50, 4)), jnp.zeros((4, 10))
     shapes = (10, 4, 3), (10, 4, 3), (10, 3, 4)
-    weights = (jax.random.normal(jax.random.key(1), shape) for shape in shapes)
+    weights = (numbers.normal(1, shape) for shape in shapes)
     layer = functools.partial(_run_layer, x, router_w, *weights, top_k=2)
     # All tokens want the first two experts, which take 11 rows each.
     _, auxiliary = layer(capacity_factor=1.1)

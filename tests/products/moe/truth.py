@@ -40,7 +40,9 @@ def drawn(
     rng = np.random.default_rng(seed)
     axes = {"x": "TD", **{name: ARRAYS[name] for name in names}}
     return {
-        name: jnp.asarray(rng.standard_normal([sizes[a] for a in letters]), dtype)
+        name: jnp.asarray(
+            np.asarray(rng.standard_normal([sizes[a] for a in letters]), dtype)
+        )
         for name, letters in axes.items()
     }
 

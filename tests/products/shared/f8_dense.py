@@ -9,12 +9,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from tests.common import drawn
+
 E4, E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
     """Return random numbers."""
-    return jax.random.normal(jax.random.key(seed), shape)
+    return drawn.normal(seed, shape)
 
 
 def rounded(x: Any, scale: float, dtype: Any) -> np.ndarray:

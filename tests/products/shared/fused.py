@@ -69,8 +69,9 @@ def stacked(function: Function, args: Sequence[Any], axes: Iterable[int | None])
     count = next(
         x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None
     )
+    run = jax.jit(function)
     results = [
-        function(
+        run(
             *(
                 x if axis is None else jnp.take(x, i, axis=axis)
                 for x, axis in zip(args, axes, strict=True)

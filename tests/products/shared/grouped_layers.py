@@ -55,7 +55,10 @@ class GroupedLayer:
 
     def draw(self, dtype: Any = jnp.float64) -> list[jax.Array]:
         rng = np.random.default_rng(3)
-        return [jnp.asarray(rng.normal(size=shape), dtype) for shape in self.shapes]
+        return [
+            jnp.asarray(np.asarray(rng.normal(size=shape), dtype))
+            for shape in self.shapes
+        ]
 
     def parts(self, dtype: Any = jnp.float64) -> dict[str, Graph]:
         """Return the kernels of the convolution and its gradients, by their kinds."""

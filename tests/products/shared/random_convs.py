@@ -154,8 +154,8 @@ def conv_problem(
     out_dtype = preferred or dtype
     epilogue = "bfloat16" if dtype == "int8" or f8 else dtype
     if dtype == "int8":
-        x = jnp.asarray(draw.rng.integers(-127, 128, x_shape), jnp.int8)
-        w = jnp.asarray(draw.rng.integers(-127, 128, w_shape), jnp.int8)
+        x = jnp.asarray(np.asarray(draw.rng.integers(-127, 128, x_shape), jnp.int8))
+        w = jnp.asarray(np.asarray(draw.rng.integers(-127, 128, w_shape), jnp.int8))
         scale_size = 1 / (73 * 73 * math.sqrt(reach))
     else:
         x = draw.normal(x_shape, dtype)

@@ -86,7 +86,9 @@ def matmul_problem(
         is_scaled &= result != "int32"
         if dtype in sizes_of:
             low, high = (-127, 128) if dtype == "int8" else (0, 16)
-            array = jnp.asarray(draw.rng.integers(low, high, own), jnp.dtype(dtype))
+            array = jnp.asarray(
+                np.asarray(draw.rng.integers(low, high, own), jnp.dtype(dtype))
+            )
         else:
             size = 1.0 if is_scaled or dtype in F8 else target
             array = draw.normal(own, dtype, size)

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depthwise convolutions of few taps along one axis as sums of shifted products.
+"""Convolutions as sums over taps, where XLA's own convolution is far slower.
 
-XLA computes such a sum in one pass over the array, or for the gradient of the filter in
-a pass for every two taps. Its own convolution takes 10 to 20 times as long.
+Depthwise convolutions of few taps along one axis are sums of shifted products. XLA
+computes such a sum in one pass over the array, or for the gradient of the filter in a
+pass for every two taps. Its own convolution takes 10 to 20 times as long.
+
+The gradient of a dilated filter is a matmul for each tap. XLA's own form of it is a
+convolution by a window as large as the image, as no convolution of XLA's is the
+gradient of a filter with holes.
 
 Axes are the batch, the channels and then those of images.
 """
@@ -35,6 +40,27 @@ class Windows:
     padding: Sequence[tuple[int, int]]
     inner: Sequence[int]
     dilation: Sequence[int]
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether there are holes between taps."""
+        along = zip(self.taps, self.dilation, strict=True)
+        return any(taps > 1 and hole > 1 for taps, hole in along)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the array is padded alike at both ends of every axis."""
+        return all(low == high for low, high in self.padding)
+
+    def padded(self, x: jax.Array, order: Sequence[int]) -> jax.Array:
+        """Return the array as it is padded, its axes in the order."""
+        padding = [(0, 0, 0)] * 2
+        padding += [(*self.padding[i], self.inner[i] - 1) for i in range(x.ndim - 2)]
+        return jax.lax.pad(
+            jnp.transpose(x, order),
+            jnp.zeros((), x.dtype),
+            [padding[axis] for axis in order],
+        )
 
     def sizes(self, dims: Sequence[int]) -> list[int]:
         """Return the sizes of images of the result."""
@@ -84,6 +110,31 @@ def filter_gradient(x: jax.Array, grad: jax.Array, windows: Windows) -> jax.Arra
     return jnp.stack(sums, axis=-1).reshape(x.shape[1], 1, *windows.taps)
 
 
+def filter_gradient_by_matmuls(
+    x: jax.Array, grad: jax.Array, windows: Windows, groups: int, **options: Any
+) -> jax.Array:
+    """Return the gradient of the filter, by a matmul for each tap and group.
+
+    ``options`` are those of the matmuls.
+    """
+    factor = _in_groups(grad, groups)
+    summed = (0, *range(3, factor.ndim))
+    products = [
+        jax.lax.dot_general(
+            factor, _in_groups(shifted, groups), ((summed, summed), ((1,), (1,))),
+            **options,
+        )
+        for _, shifted in _shifted(x, windows, range(x.ndim))
+    ]  # fmt: skip
+    stacked = jnp.stack(products, axis=-1)
+    return stacked.reshape(grad.shape[1], x.shape[1] // groups, *windows.taps)
+
+
+def _in_groups(x: jax.Array, groups: int) -> jax.Array:
+    """Split the channels of an array by groups, which come first."""
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+
+
 def _wide(x: jax.Array) -> Any:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
@@ -92,13 +143,7 @@ def _shifted(
     x: jax.Array, windows: Windows, order: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
     """Yield each tap and what it meets, in an array whose axes are in the order."""
-    padding = [(0, 0, 0)] * 2
-    padding += [(*windows.padding[i], windows.inner[i] - 1) for i in range(x.ndim - 2)]
-    padded = jax.lax.pad(
-        jnp.transpose(x, order),
-        jnp.zeros((), x.dtype),
-        [padding[axis] for axis in order],
-    )
+    padded = windows.padded(x, order)
     sizes = windows.sizes(x.shape)
     for tap in itertools.product(*map(range, windows.taps)):
         slices = [slice(None)] * 2

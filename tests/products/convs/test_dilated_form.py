@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests convolutions by filters with holes as XLA computes them.
+
+XLA has a convolution for each of them. For the gradient of such a filter it has one by
+a window as large as the image, and where the two ends of an axis are padded otherwise,
+it multiplies by zeros in the holes. Neither is to be left to it.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn
+
+pytestmark = [pytest.mark.once]
+
+_NWC = ("NWC", "WIO", "NWC")
+# x, w and what is passed on, by name.
+_CASES = {
+    "causal": ((2, 23, 3), (2, 3, 4), {"padding": [(5, 0)], "rhs_dilation": (5,)}),
+    "cut": ((2, 23, 3), (3, 3, 2), {"padding": [(-2, 3)], "rhs_dilation": (4,)}),
+    "steps": (
+        (2, 24, 4),
+        (3, 2, 6),
+        {
+            "padding": [(1, 6)],
+            "rhs_dilation": (3,),
+            "window_strides": (2,),
+            "feature_group_count": 2,
+        },
+    ),
+    "transposed": (
+        (2, 11, 3),
+        (2, 3, 2),
+        {"padding": [(1, 4)], "rhs_dilation": (2,), "lhs_dilation": (3,)},
+    ),
+    "channels first": (
+        (2, 4, 9, 8),
+        (8, 1, 3, 2),
+        {
+            "padding": [(2, 2), (1, 0)],
+            "rhs_dilation": (2, 3),
+            "dimension_numbers": ("NCHW", "OIHW", "NCHW"),
+            "feature_group_count": 4,
+        },
+    ),
+    "one axis with holes": (
+        (1, 6, 5, 7, 2),
+        (2, 1, 3, 2, 3),
+        {
+            "padding": [(1, 0), (0, 0), (4, 1)],
+            "rhs_dilation": (1, 4, 2),
+            "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
+        },
+    ),
+}
+
+
+def _options(case):
+    options = dict(_CASES[case][2])
+    options.setdefault("window_strides", (1,) * (len(_CASES[case][0]) - 2))
+    return {"dimension_numbers": _NWC, **options}
+
+
+def _drawn(case):
+    rng = np.random.default_rng(3)
+    return [jnp.asarray(rng.standard_normal(shape)) for shape in _CASES[case][:2]]
+
+
+def _with_gradients(convolution, x, w):
+    result, pullback = jax.vjp(convolution, x, w)
+    return result, *pullback(jnp.sin(jnp.arange(result.size, dtype=result.dtype))
+                             .reshape(result.shape))  # fmt: skip
+
+
+def _both(case):
+    options = _options(case)
+    ours = functools.partial(jax_cudnn.conv, implementation="xla", **options)
+    return ours, functools.partial(jax.lax.conv_general_dilated, **options)
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_results_and_gradients_are_those_of_jax(case):
+    with jax.enable_x64(True):
+        found, want = (
+            jax.jit(functools.partial(_with_gradients, each))(*_drawn(case))
+            for each in _both(case)
+        )
+        for got, truth in zip(found, want, strict=True):
+            assert got.dtype == truth.dtype == jnp.float64
+            np.testing.assert_allclose(got, truth, rtol=1e-10, atol=1e-10)
+
+
+def test_what_a_tap_does_not_meet_does_not_reach_its_gradient():
+    ours, theirs = _both("causal")
+    x, w = _drawn("causal")
+    x = x.at[0, -1, 0].set(jnp.nan).at[1, -2, 1].set(jnp.inf)
+    found, want = (_with_gradients(each, x, w)[2] for each in (ours, theirs))
+    np.testing.assert_array_equal(jnp.isfinite(found), jnp.isfinite(want))
+    assert jnp.isfinite(found).any()
+    assert not jnp.isfinite(found).all()
+
+
+@pytest.mark.parametrize("case", ["causal", "cut", "channels first"])
+def test_no_window_is_as_large_as_the_image(case):
+    ours, theirs = (_text(each, case) for each in _both(case))
+    longest = max(_taps(ours))
+    assert longest <= 3 < max(_taps(theirs))
+
+
+def _text(convolution, case):
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in _CASES[case][:2]]
+    program = jax.jit(functools.partial(_with_gradients, convolution))
+    return program.lower(*shapes).as_text()
+
+
+def _taps(text):
+    """Yield the sides of the filters of a program's convolutions."""
+    pattern = r"stablehlo.convolution.*x\[(.*?)\]->.* : \(tensor<.*?>, tensor<(.*?)>"
+    found = re.findall(pattern, text)
+    assert found
+    for letters, type_ in found:
+        for letter, size in zip(letters.split(", "), type_.split("x"), strict=False):
+            if letter.isdigit():
+                yield int(size)
+
+
+@pytest.mark.parametrize("case", ["causal", "cut"])
+def test_holes_come_with_equal_padding(case):
+    ours, _ = _both(case)
+    found = re.findall(r"pad = \[\[(-?\d+), (-?\d+)\]\]", _text(ours, case))
+    assert len(found) == 2
+    assert all(low == high for low, high in found), found
