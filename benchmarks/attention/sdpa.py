@@ -75,7 +75,7 @@ def run_f32(name: str, cell: Workload, *, is_causal: bool) -> Iterator[Row]:
     """Time the f32 forward pass: cuDNN's plan against XLA's reference."""
     arrays = [x.astype(jnp.float32) for x in operands(cell)[0]]
     attention = functools.partial(jax_cudnn.sdpa, is_causal=is_causal)
-    names = {"jax_cudnn": "cudnn", "jax_cudnn xla": "xla"}
+    names: dict[str, Any] = {"jax_cudnn": "cudnn", "jax_cudnn xla": "xla"}
     ways = {
         name: Way(functools.partial(attention, implementation=how), arrays)
         for name, how in names.items()

@@ -137,10 +137,10 @@ def _ask(name: str, contender: str, *, small: bool) -> dict[str, Any]:
 def _measure(cases: Sequence[_Case]) -> Iterator[Row]:
     """Yield a row for each contender of each model."""
     for model, small in cases:
-        plain: float | None = None
+        plain = 0.0
         for contender in _KITS:
             took = _ask(model.name, contender, small=small)
-            plain = took["total_s"] if plain is None else plain
+            plain = plain or took["total_s"]
             ratio = round(took["total_s"] / plain, 3)
             is_near = ratio <= _RATIO or took["total_s"] <= plain + _MORE_S
             yield {

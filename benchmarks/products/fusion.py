@@ -244,7 +244,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
 
 
 def _contender(function: Function, what: str, sets: Sequence[Set]) -> Contender:
-    call = call_over_sets(_run(function, what), sets)
+    call = call_over_sets(_run(function, what), list[Any](sets))
     return Contender(call=call, wait=jax.block_until_ready, count=len(sets))
 
 

@@ -141,10 +141,10 @@ def _products(small: bool) -> Iterator[Workload]:
     tiny, wide = (2, 5, 6, 8, 12), (32, 28, 28, 128, 128)
     shapes = (64, 56, 56, 64, 64), (64, 28, 28, 128, 128), (32, 14, 14, 256, 256)
     for shape, dtype in _sizes(small, tiny, wide, *shapes):
-        yield _conv(shape, dtype)
+        yield _biased_conv(shape, dtype)
 
 
-def _conv(shape: _Shape, dtype: str) -> Workload:
+def _biased_conv(shape: _Shape, dtype: str) -> Workload:
     *image, channels, out = shape
     options: dict[str, Any] = {
         "window_strides": (1, 1),

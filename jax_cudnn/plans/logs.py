@@ -50,7 +50,7 @@ def log(level: int | str | None = "DEBUG", *, cudnn: bool = False) -> None:
         return
     try:
         number = logging.Logger(_LOGGER.name, level).level
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"plans.log: {level!r} is not a level of logging. Pass DEBUG, INFO, "
             "WARNING, ERROR or CRITICAL, or a number; None undoes it."

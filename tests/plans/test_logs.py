@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,9 @@ def test_a_handler_is_added_only_where_there_is_none(
     assert capsys.readouterr().err.splitlines()[0] == f"DEBUG jax_cudnn: {_MISS}"
 
 
-def test_a_wrong_level_changes_nothing() -> None:
-    with pytest.raises(ValueError, match=r"'LOUD' is not a level .* Pass DEBUG"):
-        plans.log("LOUD")
+@pytest.mark.parametrize("level", ["LOUD", 2.5])
+def test_a_wrong_level_changes_nothing(level: Any) -> None:
+    wanted = rf"{level!r} is not a level .* Pass DEBUG"
+    with pytest.raises(ValueError, match=wanted):
+        plans.log(level)
     assert _LOGGER.level == logging.NOTSET

@@ -6,12 +6,13 @@ memory through the offsets that a rewritten graph gives, as a kernel does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 from jax_cudnn import masks
 from jax_cudnn.graph import Graph, SdpaAttributes, Tensor, sdpa_graph
@@ -265,3 +266,66 @@ def _sees(attributes: Any, m: int, n: int) -> np.ndarray:
         assert min(left, right) >= 0
         sees &= (row - column <= left) & (column - row <= right)
     return sees
+
+
+# Uneven lengths, gaps, empty sequences on either side, another order than in memory.
+MIXED = Rows(
+    queries=[[(0, 3), (3, 0), (5, 4), (9, 1)], [(8, 3), (2, 5), (1, 1), (0, 0)]],
+    keys=[[(1, 2), (3, 3), (7, 5), (12, 0)], [(0, 1), (2, 6), (9, 4), (13, 0)]],
+    s=11,
+    t=13,
+)
+SAME = Rows(
+    queries=[[(0, 3), (3, 5), (8, 0), (8, 2)], [(1, 1), (4, 2), (7, 3), (0, 0)]],
+    keys=[[(0, 3), (3, 5), (8, 0), (8, 2)], [(1, 1), (4, 2), (7, 3), (0, 0)]],
+    s=11,
+    t=11,
+)
+ROWS = {
+    "plain": MIXED,
+    "causal": replace(SAME, causal=True),
+    "causal-more-queries": replace(MIXED, causal=True),
+    "causal-from-end": replace(MIXED, causal=True, from_end=True),
+    "window": replace(MIXED, window=(1, 0)),
+    "window-both": replace(SAME, window=(2, 1), scale=-0.4),
+    "window-from-end": replace(MIXED, window=(1, 1), from_end=True),
+    "window-causal": replace(SAME, causal=True, window=(1, 3), scale=0.0),
+    "window-apart": replace(MIXED, window=(-1, 2)),
+    "one-head": replace(MIXED, h=1, k=1),
+    "max-length": replace(MIXED, max_length=(5, 6)),
+}
+
+
+@st.composite
+def any_rows(draw: st.DrawFn) -> Rows:
+    """Draw rows of any sequences, with gaps and in any order."""
+    n, b = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    length = st.integers(0, 5)
+
+    def row() -> list[tuple[int, int]]:
+        spans, end = [], 0
+        for _ in range(n):
+            start = end + draw(st.integers(0, 2))
+            spans.append((start, draw(length)))
+            end = sum(spans[-1])
+        return draw(st.permutations(spans))
+
+    queries, keys = ([row() for _ in range(b)] for _ in range(2))
+    s, t = (
+        max(sum(span) for row in rows for span in row) + draw(st.integers(0, 3))
+        for rows in (queries, keys)
+    )
+    k = draw(st.integers(1, 2))
+    return Rows(
+        queries=queries,
+        keys=keys,
+        s=max(s, 1),
+        t=max(t, 1),
+        k=k,
+        h=k * draw(st.integers(1, 3)),
+        d=draw(st.integers(1, 9)),
+        e=draw(st.integers(1, 9)),
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(st.integers(0, 4), st.integers(0, 4))),
+        from_end=draw(st.booleans()),
+    )
