@@ -144,6 +144,7 @@ def sounds(*, small: bool = False) -> list[Model]:
         ),
         model(
             "WaveNet", wavenet, _waves, _wavenet, untuned_only=True,
-            about="20 dilated causal convolutions of width 128, gated",
+            about="20 dilated causal convolutions of width 128, gated; XLA has no "
+            "kernel for the gradient of a dilated filter",
         ),
     ]  # fmt: skip
