@@ -8,6 +8,7 @@ graph/products/matmul.py and graph/products/conv.py.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -55,6 +56,11 @@ def conv_fprop(
     x, w = inputs["x"], inputs["w"]
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
+    if _is_transposed(attributes) and not shifted.applies(x, w, w.shape):
+        # XLA takes a convolution by a filter that is flipped last for a gradient, and
+        # multiplies by no zeros. It must not see that the filter is flipped twice.
+        taps = range(2, w.ndim)
+        w = jax.lax.rev(jax.lax.optimization_barrier(jax.lax.rev(w, taps)), taps)
     result = _conv_in_groups(
         x,
         w,
@@ -139,6 +145,8 @@ def conv_wgrad(
             x, grad, windows, groups, preferred_element_type=dtype, precision=precision
         )
         return {"grad_w": sums}
+    if _is_transposed(attributes):
+        return {"grad_w": _wgrad_of_transposed(attributes, x, grad, outputs, precision)}
     high: list[int] = []
     for i, size in enumerate(dims[2:]):
         window = dilated(size, attributes.rhs_dilation[i])
@@ -159,6 +167,54 @@ def conv_wgrad(
         precision=precision,
     )
     return {"grad_w": result}
+
+
+def _is_transposed(attributes: ConvAttributes) -> bool:
+    """Whether there are zeros between elements of x, and windows begin at each."""
+    has_zeros = any(each > 1 for each in attributes.lhs_dilation)
+    return has_zeros and {*attributes.window_strides} == {1}
+
+
+def _wgrad_of_transposed(
+    attributes: ConvAttributes,
+    x: jax.Array,
+    grad: jax.Array,
+    outputs: Mapping[str, Tensor],
+    precision: Any,
+) -> jax.Array:
+    """Return the gradient of a transposed convolution's filter.
+
+    It is that of a strided convolution, whose images are the cotangent and whose
+    cotangent is x, flipped and transposed. XLA has a convolution for it, and none for
+    images with zeros between their elements.
+    """
+    tensor = outputs["grad_w"]
+    out, inner, *taps = tensor.dims
+    groups = _groups(x.shape, tensor.dims)
+    low: list[int] = []
+    high: list[int] = []
+    for i, size in enumerate(taps):
+        reach = dilated(size, attributes.rhs_dilation[i]) - 1
+        low.append(reach - attributes.padding_low[i])
+        full = dilated(x.shape[i + 2], attributes.lhs_dilation[i])
+        high.append(full + reach - grad.shape[i + 2] - low[i])
+    strided = replace(
+        attributes,
+        window_strides=attributes.lhs_dilation,
+        lhs_dilation=attributes.window_strides,
+        padding_low=tuple(low),
+        padding_high=tuple(high),
+    )
+    dims = (x.shape[1], out // groups, *taps)
+    found = conv_wgrad(
+        strided,
+        {"x": grad, "grad_output": x},
+        {"grad_w": replace(tensor, dims=dims)},
+        precision,
+    )["grad_w"]
+    split = found.reshape(groups, inner, out // groups, *taps)
+    turned = jnp.swapaxes(split, 1, 2).reshape(tensor.dims)
+    return jax.lax.rev(turned, range(2, len(tensor.dims)))
 
 
 def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests convolutions by filters with holes as XLA computes them.
+"""Tests dilated and transposed convolutions as XLA computes them.
 
-XLA has a convolution for each of them. For the gradient of such a filter it has one by
-a window as large as the image, and where the two ends of an axis are padded otherwise,
-it multiplies by zeros in the holes. Neither is to be left to it.
+XLA has a convolution for each of them. For the gradient of a filter with holes, or of
+images with zeros between their elements, it has one by a window as large as the image.
+It multiplies by the zeros in holes where the two ends of an axis are padded otherwise,
+and by those between elements where the filter is not flipped. Neither is left to it.
 """
 
 import functools
@@ -33,10 +34,29 @@ _CASES = {
             "feature_group_count": 2,
         },
     ),
-    "transposed": (
+    "transposed, holes": (
         (2, 11, 3),
         (2, 3, 2),
         {"padding": [(1, 4)], "rhs_dilation": (2,), "lhs_dilation": (3,)},
+    ),
+    "transposed, cut": (
+        (2, 5, 4, 6),
+        (3, 2, 3, 4),
+        {
+            "padding": [(2, -1), (0, 3)],
+            "lhs_dilation": (2, 3),
+            "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+            "feature_group_count": 2,
+        },
+    ),
+    "transposed along one axis": (
+        (2, 4, 5, 3),
+        (6, 4, 2, 3),
+        {
+            "padding": [(1, 1), (2, 0)],
+            "lhs_dilation": (2, 1),
+            "dimension_numbers": ("NCHW", "OIHW", "NCHW"),
+        },
     ),
     "channels first": (
         (2, 4, 9, 8),
@@ -135,3 +155,27 @@ def test_holes_come_with_equal_padding(case):
     found = re.findall(r"pad = \[\[(-?\d+), (-?\d+)\]\]", _text(ours, case))
     assert len(found) == 2
     assert all(low == high for low, high in found), found
+
+
+@pytest.mark.parametrize("case", ["transposed, cut", "transposed along one axis"])
+def test_no_zeros_are_put_between_elements_for_a_filters_gradient(case):
+    x, w = (jax.ShapeDtypeStruct(x, jnp.float32) for x in _CASES[case][:2])
+
+    def text(convolution):
+        y = jax.eval_shape(convolution, x, w)
+        gradient = jax.jit(lambda x, w, y: jax.vjp(convolution, x, w)[1](y)[1])
+        return gradient.lower(x, w, y).as_text()
+
+    ours, theirs = (
+        set(re.findall(r"lhs_dilate = \[(.*?)\]", text(each))) for each in _both(case)
+    )
+    assert ours == {"1, 1"}
+    assert theirs - ours
+
+
+def test_a_transposed_convolution_has_a_flipped_filter():
+    ours, _ = _both("transposed, cut")
+    text = _text(ours, "transposed, cut")
+    flipped = re.search(r"(%\w+) = stablehlo.optimization_barrier", text)
+    assert flipped
+    assert re.search(rf"stablehlo.reverse {re.escape(flipped[1])}, dims", text)
