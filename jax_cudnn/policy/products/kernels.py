@@ -75,8 +75,9 @@ def is_unlike_all(part: Graph) -> bool:
     """Whether a convolution is so that no measured one says how fast XLA's code is.
 
     Measured ones have steps of 1 or 2, no holes and no zeros between elements of x. For
-    gradients with these, XLA's code took up to 150 times as long as PyTorch
-    (docs/internals/measured/conv_reports.md).
+    gradients with these, `jax.lax` took up to 150 times as long as PyTorch
+    (docs/internals/measured/conv_reports.md). What XLA gets of them now
+    (reference/products/shifted.py) was not measured beside cuDNN.
     """
     node = _contraction(part)
     if node is None or node.kind not in TRIPLES:
