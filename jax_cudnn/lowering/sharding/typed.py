@@ -28,7 +28,7 @@ Rows and columns cannot both be cut along "data":
 
 >>> product(("data", None), (None, "data"))  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-jax_cudnn.errors.UnsupportedError: matmul: axis 2 of b is sharded along data of ...
+jax_cudnn.errors.UnsupportedError: matmul: the axis of b with size ... is sharded ...
 """
 
 from collections.abc import Iterable, Mapping, Sequence
