@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.kinds import NodeKind, register_kind
 from jax_cudnn.graph.spec import Attributes, Node
+from jax_cudnn.graph.windows import dilated
 
 if TYPE_CHECKING:
     from jax_cudnn.graph.writer import GradientWriter
@@ -37,6 +38,23 @@ class ConvAttributes(Attributes):
     padding_high: tuple[int, ...]
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
+
+    def of_other_direction(self, taps: Sequence[int]) -> "ConvAttributes":
+        """Return steps as zeros between elements, and padding for flipped filters."""
+        low, high = (
+            tuple(
+                dilated(size, hole) - 1 - pad
+                for size, hole, pad in zip(taps, self.rhs_dilation, pads, strict=True)
+            )
+            for pads in (self.padding_low, self.padding_high)
+        )
+        return ConvAttributes(
+            window_strides=self.lhs_dilation,
+            padding_low=low,
+            padding_high=high,
+            lhs_dilation=self.window_strides,
+            rhs_dilation=self.rhs_dilation,
+        )
 
 
 def conv_attributes(node: Node) -> ConvAttributes:

@@ -9,10 +9,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import ConvAttributes, Node, Tensor
+from jax_cudnn.graph import Node, Tensor
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.common.editor import GraphEditor
+from jax_cudnn.reference.products.contraction import exchanged
 
 
 def is_transposed(editor: GraphEditor) -> bool:
@@ -70,7 +71,7 @@ def exchange_directions(editor: GraphEditor) -> None:
                 "w": roles["w"],
             },
             {"grad_x" if is_forward else "output": result.name},
-            _of_other_direction(attributes, filters),
+            attributes.of_other_direction(filters.dims[2:]),
         ),
     )
 
@@ -96,7 +97,7 @@ def exchange_arrays(editor: GraphEditor) -> None:
             node.kind,
             {"x": roles["grad_output"], "grad_output": roles["x"]},
             {"grad_w": roles["grad_w"]},
-            _of_other_direction(attributes, filters),
+            attributes.of_other_direction(filters.dims[2:]),
         )
     )
 
@@ -108,32 +109,7 @@ def _exchanged(filters: Tensor, groups: int) -> Tensor:
     return replace(filters, dims=dims, order=tuple(range(len(dims))))
 
 
-def _of_other_direction(attributes: ConvAttributes, filters: Tensor) -> ConvAttributes:
-    """Return steps as zeros between elements, and the padding with flipped filters."""
-    low, high = (
-        tuple(
-            dilated(size, hole) - 1 - pad
-            for size, hole, pad in zip(
-                filters.dims[2:], attributes.rhs_dilation, pads, strict=True
-            )
-        )
-        for pads in (attributes.padding_low, attributes.padding_high)
-    )
-    return ConvAttributes(
-        window_strides=attributes.lhs_dilation,
-        padding_low=low,
-        padding_high=high,
-        lhs_dilation=attributes.window_strides,
-        rhs_dilation=attributes.rhs_dilation,
-    )
-
-
 def _flip(filters: Tensor, groups: int, stored: jax.Array) -> jax.Array:
     """Return filters flipped in space, in and out channels of each group exchanged."""
     inverse = tuple(filters.order.index(axis) for axis in range(len(filters.order)))
-    w = jnp.transpose(stored, inverse)
-    out, channels, *window = filters.dims
-    w = jnp.flip(w, axis=tuple(range(2, w.ndim)))
-    w = jnp.reshape(w, (groups, out // groups, channels, *window))
-    w = jnp.swapaxes(w, 1, 2)
-    return jnp.reshape(w, (groups * channels, out // groups, *window))
+    return exchanged(jnp.transpose(stored, inverse), groups)

@@ -189,32 +189,25 @@ def _wgrad_of_transposed(
     images with zeros between their elements.
     """
     tensor = outputs["grad_w"]
-    out, inner, *taps = tensor.dims
+    out, _, *taps = tensor.dims
     groups = _groups(x.shape, tensor.dims)
-    low: list[int] = []
-    high: list[int] = []
-    for i, size in enumerate(taps):
-        reach = dilated(size, attributes.rhs_dilation[i]) - 1
-        low.append(reach - attributes.padding_low[i])
-        full = dilated(x.shape[i + 2], attributes.lhs_dilation[i])
-        high.append(full + reach - grad.shape[i + 2] - low[i])
-    strided = replace(
-        attributes,
-        window_strides=attributes.lhs_dilation,
-        lhs_dilation=attributes.window_strides,
-        padding_low=tuple(low),
-        padding_high=tuple(high),
-    )
     dims = (x.shape[1], out // groups, *taps)
     found = conv_wgrad(
-        strided,
+        attributes.of_other_direction(taps),
         {"x": grad, "grad_output": x},
         {"grad_w": replace(tensor, dims=dims)},
         precision,
-    )["grad_w"]
-    split = found.reshape(groups, inner, out // groups, *taps)
-    turned = jnp.swapaxes(split, 1, 2).reshape(tensor.dims)
-    return jax.lax.rev(turned, range(2, len(tensor.dims)))
+    )
+    return exchanged(found["grad_w"], groups)
+
+
+def exchanged(w: jax.Array, groups: int) -> jax.Array:
+    """Return filters flipped in space, in and out channels of each group exchanged."""
+    out, channels, *window = w.shape
+    w = jax.lax.rev(w, range(2, w.ndim))
+    w = jnp.reshape(w, (groups, out // groups, channels, *window))
+    w = jnp.swapaxes(w, 1, 2)
+    return jnp.reshape(w, (groups * channels, out // groups, *window))
 
 
 def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
