@@ -16,6 +16,7 @@ import numpy as np
 from jax_cudnn.fusing.broadcasts import Makers
 from jax_cudnn.fusing.program import Arrays, Atom, Operation, Value
 from jax_cudnn.fusing.views import View
+from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.lowering import partial_axes
 from jax_cudnn.ops.common.arguments import strongly_typed
 from jax_cudnn.ops.common.fusion import Begun
@@ -24,8 +25,6 @@ from jax_cudnn.ops.products.conv_arguments import Layout, Problem
 from jax_cudnn.ops.products.dot_general import Numbers, as_product
 from jax_cudnn.ops.products.operands import PLAIN, Dtypes, begin_product, common_dtypes
 from jax_cudnn.reference.dtypes import dtype_name
-
-_NARROW = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +110,7 @@ def _unconverted(side: _Side, dtype: np.dtype, makers: Makers) -> _Side | None:
     (source,) = maker.inputs
     is_plain = maker.params.get("sharding") is None and isinstance(source, Value)
     is_wide = side.value.dtype == dtype and dtype_name(dtype) in ("bf16", "f16", "f32")
-    if not is_plain or not is_wide or dtype_name(source.dtype) not in _NARROW:
+    if not is_plain or not is_wide or dtype_name(source.dtype) not in EIGHT_BIT:
         return None
     inner = _peeled(source, makers)
     return _Side(inner.value, tuple(inner.axes[axis] for axis in side.axes))

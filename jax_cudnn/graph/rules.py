@@ -3,8 +3,9 @@
 
 from jax_cudnn.graph.spec import DTypeName
 
-EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
-FLOATS = ("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64")
+F8 = ("f8_e4m3fn", "f8_e5m2")
+EIGHT_BIT = ("i8", "u8", *F8)
+FLOATS = (*F8, "bf16", "f16", "f32", "f64")
 
 
 def accumulator(*dtypes: DTypeName) -> DTypeName:

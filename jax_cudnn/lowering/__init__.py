@@ -18,7 +18,7 @@ from jax_cudnn.lowering._jax import (
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.layouts import LAYOUT_TARGET, in_row_order
-from jax_cudnn.lowering.linear import linear_call, run_by_hand
+from jax_cudnn.lowering.linear import run_by_hand, with_derivative_of
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.remat import (
@@ -96,7 +96,6 @@ __all__ = [
     "is_tuning",
     "kept_copy",
     "kernels_of",
-    "linear_call",
     "min_dim",
     "partial_axes",
     "product_result",
@@ -120,4 +119,5 @@ __all__ = [
     "typed_like",
     "unreduced_in",
     "weakly_typed",
+    "with_derivative_of",
 ]

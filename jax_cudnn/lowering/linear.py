@@ -78,7 +78,11 @@ def jvp_where_nonzero(
     tangents: Sequence[Any],
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """Return `jax.jvp` of a function along the tangents that are not zero."""
-    moving = [i for i, tangent in enumerate(tangents) if not _jax.is_zero(tangent)]
+    moving = [
+        i
+        for i, tangent in enumerate(tangents)
+        if not (_jax.is_zero(tangent) or isinstance(tangent, SymbolicZero))
+    ]
 
     def along(*values: jax.Array) -> Sequence[jax.Array]:
         args = list(primals)
@@ -164,6 +168,37 @@ _jax.set_jvp(linear_call_p, _jvp)
 _jax.set_transpose(linear_call_p, _transpose)
 _jax.set_batching(linear_call_p, _batch)
 _jax.set_lowering(linear_call_p, _jax.lower_function(_apply))
+
+
+# --- functions whose derivatives are those of others ----------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def with_derivative_of(
+    meaning: Callable[..., Any], compute: Callable[..., Any], *args: Any
+) -> Any:
+    """Return `compute(*args)`, whose derivatives of all orders are those of `meaning`.
+
+    For example, `compute` multiplies rounded copies, and `meaning` their sources.
+    """
+    del meaning
+    return compute(*args)
+
+
+@functools.partial(with_derivative_of.defjvp, symbolic_zeros=True)
+def _meaning_jvp(
+    meaning: Callable[..., Any],
+    compute: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+) -> tuple[Any, Any]:
+    arrays, tree = jax.tree.flatten(primals)
+
+    def function(*arrays: jax.Array) -> Any:
+        return meaning(*jax.tree.unflatten(tree, arrays))
+
+    _, along = jvp_where_nonzero(function, arrays, jax.tree.leaves(tangents))
+    return with_derivative_of(meaning, compute, *primals), along
 
 
 # --- functions of named operands ------------------------------------------------------

@@ -355,6 +355,22 @@ def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
 
 @pytest.mark.once
 @pytest.mark.sampled
+@pytest.mark.parametrize(
+    "recipe", [f8.Current(), f8.MXFP8(), f8.NVFP4()], ids=lambda x: type(x).__name__
+)
+def test_forward_mode_of_forward_mode(recipe: Any) -> None:
+    """A product is linear in each operand, so the second derivative is known."""
+    x, dx = normal(1, 5, 16), normal(2, 5, 16)
+    w, dw = normal(3, 16, 7), normal(4, 16, 7)
+
+    def along(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.jvp(lambda *a: f8.dense(*a, recipe=recipe), (x, w), (dx, dw))[1]
+
+    got = jax.jvp(along, (x, w), (dx, dw))[1]
+    want = 2 * np.asarray(dx, np.float64) @ np.asarray(dw, np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 @_by_recipe
 def test_scan_and_remat(recipe: Any) -> None:
     """Layers in a scan, with and without remat, equal layers one by one."""

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, SdpaAttributes, sdpa_f8_graph, sdpa_f8_output
+from jax_cudnn.graph import SdpaAttributes, sdpa_f8_graph, sdpa_f8_output
+from jax_cudnn.graph.rules import F8
 from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.attention.attend import Operands, by_rows, sdpa_tensors, stored_order
 from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
@@ -26,14 +25,13 @@ from jax_cudnn.ops.common.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.common.callers import on_behalf_of
-from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
+from jax_cudnn.ops.common.f8_scaling import check_tensor_scale, undifferentiated
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.reference.attention.f8 import attention
 from jax_cudnn.reference.dtypes import dtype_name
 
-_F8 = ("f8_e4m3fn", "f8_e5m2")
-_RESULTS = (*_F8, "bf16", "f16")
+_RESULTS = (*F8, "bf16", "f16")
 # The largest powers of two in each dtype: weights exp(S - max) are at most 1.
 _WEIGHT_SCALES = {"f8_e4m3fn": 2.0**8, "f8_e5m2": 2.0**15}
 
@@ -206,20 +204,22 @@ def sdpa(
             f"{_OP}: output_scale with a result in {dtype_name(dtype)}, which has no "
             "scale. Leave it out, or ask for a result in f8."
         )
+    for role in ("query", "key", "value"):
+        operands[role] = undifferentiated(_OP, role, _ADVICE, operands[role])
     scales = {
-        "query": check_tensor_scale(_OP, "query_scale", query_scale),
-        "key": check_tensor_scale(_OP, "key_scale", key_scale),
-        "value": check_tensor_scale(_OP, "value_scale", value_scale),
+        "query_scale": query_scale,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "output_scale": value_scale if output_scale is None else output_scale,
     }
-    of_output = scales["value"] if dtype.itemsize == 1 else jnp.float32(1)
-    if output_scale is not None:
-        of_output = check_tensor_scale(_OP, "output_scale", output_scale)
+    if dtype.itemsize != 1:
+        scales["output_scale"] = 1
     attributes = f8_attributes(_OP, given, canonical)
     with_lse = check_flag(_OP, "return_residual", return_residual)
     with_amax = check_flag(_OP, "return_amax", return_amax)
     output, *others = attend_f8(
         operands,
-        {f"{role}_scale": x for role, x in (*scales.items(), ("output", of_output))},
+        {name: _scale(name, value) for name, value in scales.items()},
         attributes,
         call,
         dtype,
@@ -237,6 +237,15 @@ def sdpa(
 
 
 _OP = "f8.sdpa"
+_ADVICE = (
+    "Call f8.quantized_sdpa, whose operands are bf16 or f16, or apply "
+    "jax.lax.stop_gradient to the operands and scales."
+)
+
+
+def _scale(name: str, value: ArrayLike) -> jax.Array:
+    scale = check_tensor_scale(_OP, name, value)
+    return undifferentiated(_OP, name, _ADVICE, scale)
 
 
 def f8_operands(
@@ -319,7 +328,7 @@ def attend_f8(
         with_stats=with_lse,
         with_amax=with_amax,
     )
-    return _run_without_gradient(graph, call, list(given.values()))
+    return run_graph(graph, list(given.values()), call)
 
 
 def _plain(
@@ -340,44 +349,15 @@ def _plain(
     return [results[role] for role in roles]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run_without_gradient(
-    graph: Graph, call: Options, operands: list[jax.Array]
-) -> list[jax.Array]:
-    return run_graph(graph, operands, call)
-
-
-_ARGUMENTS = {f"descale_{role}": f"{role}_scale" for role in ("query", "key", "value")}
-_ARGUMENTS |= {"scale_output": "output_scale"}
-
-
-@functools.partial(_run_without_gradient.defjvp, symbolic_zeros=True)
-def _refuse_tangents(
-    graph: Graph, call: Options, primals: Any, tangents: Any
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    ((operands,), (moved,)) = primals, tangents
-    for name, tangent in zip(graph.inputs, moved, strict=True):
-        if not isinstance(tangent, SymbolicZero):
-            raise TypeError(
-                f"{_OP}: it is differentiated with respect to "
-                f"{_ARGUMENTS.get(name, name)}. It has no "
-                "derivative: a cotangent in f8 would need a scale of its own. Call "
-                "f8.quantized_sdpa, whose operands are bf16 or f16, or apply "
-                "jax.lax.stop_gradient to the operands and scales."
-            )
-    results = _run_without_gradient(graph, call, operands)
-    return results, [jnp.zeros_like(x) for x in results]
-
-
 # --- checks ---------------------------------------------------------------------------
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if dtype_name(x.dtype) not in _F8:
+        if dtype_name(x.dtype) not in F8:
             raise TypeError(
                 f"{_OP}: {name} is {describe(x)}. Supported dtypes are "
-                f"{', '.join(_F8)}. Convert it with f8.quantize, or call "
+                f"{', '.join(F8)}. Convert it with f8.quantize, or call "
                 "f8.quantized_sdpa, which does."
             )
         if x.dtype != q.dtype:

@@ -9,20 +9,18 @@ kernel computes the probabilities of the forward pass again.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.lowering import attention_results, linear_call
+from jax_cudnn.lowering import attention_results, run_by_hand, with_derivative_of
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
 from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes, f8_operands
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
@@ -36,11 +34,10 @@ from jax_cudnn.ops.common.f8_scaling import (
     dequantize,
     quantize,
     scale_from_amax,
+    stands_for,
 )
 from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.reference.dtypes import dtype_name
-
-Arrays = Sequence[jax.Array]
 
 
 @overload
@@ -162,7 +159,9 @@ def quantized_sdpa(
     if output_scale is not None:
         scales["output_scale"] = _given_scale("output_scale", output_scale, f8)
     for role in ("query", "key", "value"):
-        given[role] = _rounded(f8, given[role], scales[f"{role}_scale"])
+        scale, x = scales[f"{role}_scale"], jax.lax.stop_gradient(given[role])
+        rounded = dequantize(quantize(x, scale, f8), scale, x.dtype)
+        given[role] = stands_for(given[role], rounded)
     attention = _Attention(
         attributes=f8_attributes(_OP, arguments, canonical),
         call=call,
@@ -170,7 +169,7 @@ def quantized_sdpa(
         layout=layout,
     )
     with_lse = check_flag(_OP, "return_residual", return_residual)
-    output, lse = _attend(attention, given, scales)
+    output, lse = run_by_hand(attention, {**given, **scales})
     if not has_batch:
         output, lse = jnp.squeeze(output, layout.index("b")), lse[0]
     return (output, lse) if with_lse else output
@@ -193,35 +192,35 @@ def _given_scale(name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
     return scale_from_amax(largest, dtype, power_of_2=True, previous=jnp.nan)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rounded(dtype: np.dtype, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x as f8 holds it, in x's dtype; its derivative is the identity."""
-    return dequantize(quantize(x, scale, dtype), scale, x.dtype)
-
-
-@_rounded.defjvp
-def _rounded_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
-    return _rounded(dtype, *primals), tangents[0]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """Attention of operands that f8 holds, forward in f8; see `linear_call`."""
+    """Attention of operands that f8 holds, forward in f8: see `run_by_hand`."""
 
     attributes: SdpaAttributes
     call: Options
     dtype: str
     layout: Layout
 
-    def forward(
-        self, given: dict[str, jax.Array], scales: dict[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    differentiable = ("query", "key", "value")
+
+    def forward(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Return the output in the layout and log-sum-exp (b, s, h)."""
-        dtype = np.dtype(self.dtype)
-        wide = given["query"].dtype
+        return with_derivative_of(self.reference, self.by_copies, dict(given))
+
+    def again(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the results, which the same remat policies keep as those of `sdpa`."""
+        return attention_results(run_by_hand(self, dict(given)))
+
+    def by_copies(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the results of f8 copies of query, key and value."""
+        dtype, wide = np.dtype(self.dtype), given["query"].dtype
+        scales = {role: x for role, x in given.items() if role.endswith("_scale")}
         stored = {
-            role: quantize(x, scales[f"{role}_scale"], dtype) if role in _MOVING else x
+            role: quantize(x, scales[f"{role}_scale"], dtype)
+            if role in self.differentiable
+            else x
             for role, x in given.items()
+            if role not in scales
         }
         output, stats = attend_f8(
             stored,
@@ -234,68 +233,31 @@ class _Attention:
         )
         return dequantize(output, scales["output_scale"], wide), by_rows(stats)
 
-
-_MOVING = ("query", "key", "value")
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(
-    attention: _Attention, given: dict[str, jax.Array], scales: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    return attention.forward(given, scales)
-
-
-@functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(attention: _Attention, primals: Any, tangents: Any) -> Any:
-    (given, scales), (moved, _) = primals, tangents
-    results = attention_results(_attend(attention, given, scales))
-    moving = tuple(r for r in _MOVING if not isinstance(moved[r], SymbolicZero))
-    if not moving:
-        return results, tuple(map(jnp.zeros_like, results))
-    derivative = _Derivative(attention=attention, roles=tuple(given), moving=moving)
-    along = [moved[role] for role in moving]
-    return results, tuple(linear_call(derivative, [*given.values()], results, along))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Derivative:
-    """The derivative of `sdpa` along the operands that move, and its transpose."""
-
-    attention: _Attention
-    roles: tuple[str, ...]
-    moving: tuple[str, ...]
-
-    def _operands(self, primals: Arrays) -> Operands:
-        given = dict(zip(self.roles, primals, strict=True))
-        return Operands.of(given, self.attention.layout)
-
-    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
-        operands, attention = self._operands(primals), self.attention
-
-        def along(*values: jax.Array) -> Arrays:
-            moved = operands._replace(**dict(zip(self.moving, values, strict=True)))
-            output, stats = attend(
-                moved, attention.attributes, attention.call, with_stats=True
-            )
-            return output, by_rows(stats)
-
-        values = tuple(operands.given[role] for role in self.moving)
-        return jax.jvp(along, values, tuple(tangents))[1]
+    def reference(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Return `sdpa` of the rounded operands, which has the derivatives."""
+        operands = Operands.of(given, self.layout)
+        output, stats = attend(operands, self.attributes, self.call, with_stats=True)
+        return output, by_rows(stats)
 
     def gradients(
-        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
-    ) -> Arrays:
+        self,
+        given: Mapping[str, jax.Array],
+        results: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array | None],
+        wanted: tuple[str, ...],
+    ) -> dict[str, jax.Array]:
+        """Return the gradients of query, key and value, by `sdpa`'s kernel."""
+        del wanted
         (output, lse), (grad_output, grad_lse) = results, cotangents
-        found = part_gradients(
-            self._operands(primals),
-            self.attention.attributes,
-            self.attention.call,
+        return part_gradients(
+            Operands.of(given, self.layout),
+            self.attributes,
+            self.call,
             output=output,
             stats=of_rows(lse),
             grad_output=jnp.zeros_like(output) if grad_output is None else grad_output,
             grad_stats=None if grad_lse is None else of_rows(grad_lse),
         )
-        return [found[role] for role in self.moving]
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

@@ -18,7 +18,7 @@ from jax_cudnn.config import (
     PlanOptions,
 )
 from jax_cudnn.graph import DTypeName, Tensor
-from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.rules import F8, accumulator
 from jax_cudnn.lowering import (
     call_options,
     is_on_host,
@@ -29,7 +29,7 @@ from jax_cudnn.reference.dtypes import dtype_name
 
 FLOATS = ("bf16", "f16", "f32", "f64")
 # The dtypes that the operands of a contraction may have.
-CONTRACTED = (*FLOATS, "f8_e4m3fn", "f8_e5m2", "i8", "u8")
+CONTRACTED = (*FLOATS, *F8, "i8", "u8")
 # A precision as JAX's operations take it: one for both operands, or one for each.
 Precision = (
     str
@@ -300,7 +300,7 @@ def graph_dtype(dtype: np.dtype, *operands: str | None) -> DTypeName | None:
     name = dtype_name(dtype)
     if _are_integers(*operands) and jnp.issubdtype(dtype, jnp.integer):
         return "i32" if dtype.itemsize <= 4 else None
-    return name if name in (*FLOATS, "f8_e4m3fn", "f8_e5m2") else None  # type: ignore[return-value]
+    return name if name in (*FLOATS, *F8) else None  # type: ignore[return-value]
 
 
 def sums_dtype(result: DTypeName, *operands: str | None) -> DTypeName:

@@ -7,15 +7,19 @@ Pure functions of arrays. A number is its stored f8 number times the scale, as i
 
 from __future__ import annotations
 
+import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_cudnn.graph.rules import F8
+from jax_cudnn.lowering import typed_like
 from jax_cudnn.ops.common.arguments import as_operand, check_flag, describe
 from jax_cudnn.reference.dtypes import dtype_name, kept_rounding, saturated
 
@@ -164,6 +168,39 @@ def dequantize(
     return (array.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)
 
 
+@jax.custom_jvp
+def stands_for(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    """Return what a copy of x stands for, with x's derivative."""
+    del x
+    return rounded
+
+
+@stands_for.defjvp
+def _stands_for_jvp(primals: Any, tangents: Any) -> Any:
+    rounded = primals[1]
+    return stands_for(*primals), typed_like(tangents[0].astype(rounded.dtype), rounded)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def undifferentiated(op: str, name: str, advice: str, x: jax.Array) -> jax.Array:
+    """Return an operand of `op`, whose result in f8 has no derivative."""
+    del op, name, advice
+    return x
+
+
+@functools.partial(undifferentiated.defjvp, symbolic_zeros=True)
+def _refuse_tangents(
+    op: str, name: str, advice: str, primals: Any, tangents: Any
+) -> tuple[jax.Array, Any]:
+    ((x,), (moved,)) = primals, tangents
+    if not isinstance(moved, SymbolicZero):
+        raise TypeError(
+            f"{op}: it is differentiated with respect to {name}. It has no derivative: "
+            f"a cotangent in f8 would need a scale of its own. {advice}"
+        )
+    return x, moved
+
+
 def quantize_current(
     x: ArrayLike,
     dtype: DTypeLike = jnp.float8_e4m3fn,
@@ -251,18 +288,21 @@ def scale_from_history(
 # --- checks ---------------------------------------------------------------------------
 
 
-def check_f8(op: str, dtype: DTypeLike) -> np.dtype:
+def check_f8(
+    op: str,
+    dtype: DTypeLike,
+    *,
+    name: str = "dtype",
+    advice: str = "Pass jnp.float8_e4m3fn or jnp.float8_e5m2.",
+) -> np.dtype:
     """Return an f8 dtype that cuDNN has, or raise TypeError."""
     try:
         found = np.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or dtype_name(found) not in ("f8_e4m3fn", "f8_e5m2"):
+    if found is None or dtype_name(found) not in F8:
         shown = repr(dtype) if found is None else str(found)
-        raise TypeError(
-            f"{op}: dtype={shown} is not one of f8_e4m3fn, f8_e5m2. Pass "
-            "jnp.float8_e4m3fn or jnp.float8_e5m2."
-        )
+        raise TypeError(f"{op}: {name}={shown} is not one of {', '.join(F8)}. {advice}")
     return found
 
 

@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.common.arguments import as_operand
-from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
+from jax_cudnn.ops.common.f8_scaling import (
+    check_f8,
+    check_tensor_scale,
+    undifferentiated,
+)
 from jax_cudnn.ops.norms.call import Norm
 from jax_cudnn.ops.norms.rows import run_rows
-from jax_cudnn.reference.dtypes import dtype_name
-
-_DTYPES = ("f8_e4m3fn", "f8_e5m2")
 
 
 def layer_norm(
@@ -159,11 +156,18 @@ def _run(
     plan: PlanOptions | None,
 ) -> jax.Array:
     op = f"f8.{kind}"
-    dtype = _output_dtype(op, preferred)
+    advice = f"For other dtypes call jax_cudnn.{kind}."
+    dtype = check_f8(op, preferred, name="preferred_element_type", advice=advice)
     number = check_tensor_scale(op, "output_scale", output_scale)
     operands = {"x": x, "scale": scale, "bias": bias, "output_scale": number}
+    advice = (
+        f"Call jax_cudnn.{kind} and quantize its result, or apply "
+        "jax.lax.stop_gradient."
+    )
     arrays = {
-        name: None if value is None else _fixed(op, name, as_operand(op, name, value))
+        name: None
+        if value is None
+        else undifferentiated(op, name, advice, as_operand(op, name, value))
         for name, value in operands.items()
     }
     norm = Norm.of(
@@ -178,37 +182,3 @@ def _run(
     result = run_rows(norm, kind, arrays["scale"], arrays["bias"], axis, factor)
     assert isinstance(result, jax.Array)
     return result
-
-
-def _output_dtype(op: str, preferred: DTypeLike) -> np.dtype:
-    try:
-        dtype = np.dtype(preferred)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype_name(dtype) not in _DTYPES:
-        raise TypeError(
-            f"{op}: preferred_element_type={preferred!r} is not one of "
-            f"{', '.join(_DTYPES)}. For other dtypes call jax_cudnn.{op[3:]}."
-        )
-    return dtype
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _fixed(op: str, name: str, x: jax.Array) -> jax.Array:
-    """Return an array that is not differentiated."""
-    del op, name
-    return x
-
-
-@functools.partial(_fixed.defjvp, symbolic_zeros=True)
-def _refuse_tangents(
-    op: str, name: str, primals: Any, tangents: Any
-) -> tuple[jax.Array, Any]:
-    ((x,), (moved,)) = primals, tangents
-    if not isinstance(moved, SymbolicZero):
-        raise TypeError(
-            f"{op}: it is differentiated with respect to {name}. It has no derivative: "
-            f"a cotangent in f8 would need a scale of its own. Call jax_cudnn.{op[3:]} "
-            "and quantize its result, or apply jax.lax.stop_gradient."
-        )
-    return x, moved

@@ -31,13 +31,12 @@ from jax_cudnn.lowering import (
     sharded_as,
 )
 from jax_cudnn.ops.common.arguments import (
-    as_operand,
-    check_dtype,
     tensor,
     why_partial,
     why_symbolic,
 )
 from jax_cudnn.ops.common.f8_recipes import BlockRecipe
+from jax_cudnn.ops.common.f8_scaling import stands_for
 from jax_cudnn.ops.common.fusion import Operand
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.ops.products.f8_blocks import Blocks, in_blocks
@@ -45,8 +44,8 @@ from jax_cudnn.ops.products.f8_by_hand import (
     Given,
     ProductByHand,
     Sums,
+    bias_operand,
     gradient_of_bias,
-    stands_for,
     with_bias,
 )
 from jax_cudnn.reference.dtypes import dtype_name
@@ -76,10 +75,7 @@ def block_products(
     of_x = product.copies("x", x)
     for name, w in weights.items():
         given = {"x": x, "w": w, **of_x, **product.copies("w", w), **more}
-        bias = biases.get(name)
-        if bias is not None:
-            given["bias"] = as_operand(op, "bias", bias)
-            check_dtype(op, "bias", given["bias"])
+        given |= bias_operand(op, biases.get(name))
         found += run_by_hand(product, given)
     return found
 

@@ -8,16 +8,17 @@ saturation count as the identity.
 """
 
 import abc
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import product_result, typed_like
+from jax_cudnn.lowering import product_result, with_derivative_of
+from jax_cudnn.ops.common.arguments import as_operand, check_dtype
 from jax_cudnn.ops.products.dot_general import dot_general
 
 # The axes of two operands that are summed over together.
@@ -38,7 +39,7 @@ class ProductByHand(abc.ABC):
 
     def forward(self, given: Given) -> tuple[jax.Array]:
         """Return the product; its derivative is the reference's."""
-        return (_product(self, dict(given)),)
+        return (with_derivative_of(self.reference, self.by_copies, dict(given)),)
 
     def again(self, given: Given) -> tuple[jax.Array]:
         """Return the product inside a derivative, kept as a matmul by remat policies.
@@ -59,7 +60,9 @@ class ProductByHand(abc.ABC):
         del results, wanted
         (grad,) = cotangents
         assert grad is not None
-        return _gradients(self, dict(given), grad)
+        return with_derivative_of(
+            self.reference_gradients, self.gradients_by_copies, dict(given), grad
+        )
 
     @abc.abstractmethod
     def by_copies(self, given: Given) -> jax.Array:
@@ -116,6 +119,15 @@ class ProductByHand(abc.ABC):
         )
 
 
+def bias_operand(op: str, bias: ArrayLike | None) -> dict[str, jax.Array]:
+    """Return the bias by its name, checked, or nothing if there is none."""
+    if bias is None:
+        return {}
+    array = as_operand(op, "bias", bias)
+    check_dtype(op, "bias", array)
+    return {"bias": array}
+
+
 def with_bias(product: jax.Array, given: Given) -> jax.Array:
     """Return a product in f32 with the bias, if there is one, rounded to x's dtype."""
     if (bias := given.get("bias")) is not None:
@@ -136,40 +148,3 @@ def gradient_of_bias(given: Given, grad: jax.Array) -> dict[str, jax.Array]:
 def _inverse(axes: Sequence[int]) -> list[int]:
     """Return the places of axes in their order."""
     return sorted(range(len(axes)), key=axes.__getitem__)
-
-
-@jax.custom_jvp
-def stands_for(x: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Return what a copy of x stands for, with x's derivative."""
-    del x
-    return rounded
-
-
-@stands_for.defjvp
-def _stands_for_jvp(primals: Any, tangents: Any) -> Any:
-    rounded = primals[1]
-    return rounded, typed_like(tangents[0].astype(rounded.dtype), rounded)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(product: ProductByHand, given: dict[str, jax.Array]) -> jax.Array:
-    return product.by_copies(given)
-
-
-@_product.defjvp
-def _product_jvp(product: ProductByHand, primals: Any, tangents: Any) -> Any:
-    _, along = jax.jvp(product.reference, primals, tangents)
-    return _product(product, *primals), along
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(
-    product: ProductByHand, given: dict[str, jax.Array], grad: jax.Array
-) -> dict[str, jax.Array]:
-    return product.gradients_by_copies(given, grad)
-
-
-@_gradients.defjvp
-def _gradients_jvp(product: ProductByHand, primals: Any, tangents: Any) -> Any:
-    _, along = jax.jvp(product.reference_gradients, primals, tangents)
-    return _gradients(product, *primals), along

@@ -18,7 +18,6 @@ from jax_cudnn.config import Options
 from jax_cudnn.lowering import in_row_order, kept_copy, run_by_hand, sharded_as
 from jax_cudnn.ops.common.arguments import (
     as_operand,
-    check_dtype,
     describe,
 )
 from jax_cudnn.ops.common.f8_recipes import (
@@ -30,7 +29,7 @@ from jax_cudnn.ops.common.f8_recipes import (
     Recipe,
     scale_and_next,
 )
-from jax_cudnn.ops.common.f8_scaling import dequantize, over_scale
+from jax_cudnn.ops.common.f8_scaling import dequantize, over_scale, stands_for
 from jax_cudnn.ops.common.plain import Epilogue, check_implementation
 from jax_cudnn.ops.products.block_products import block_products
 from jax_cudnn.ops.products.dot_general import as_product
@@ -38,8 +37,8 @@ from jax_cudnn.ops.products.f8_by_hand import (
     Given,
     ProductByHand,
     Sums,
+    bias_operand,
     gradient_of_bias,
-    stands_for,
     with_bias,
 )
 from jax_cudnn.ops.products.operands import common_dtypes, in_three, run_product
@@ -97,12 +96,9 @@ def products(
             "w_copy": _copy(own, w_scale),
             "x_scale": x_scale,
             "w_scale": w_scale,
+            **bias_operand(op, biases.get(name)),
             **more,
         }
-        bias = biases.get(name)
-        if bias is not None:
-            given["bias"] = as_operand(op, "bias", bias)
-            check_dtype(op, "bias", given["bias"])
         if state is not None:
             assert x_next is not None
             assert w_next is not None

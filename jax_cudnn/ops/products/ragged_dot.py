@@ -18,7 +18,8 @@ from jax_cudnn.graph import (
     grouped_matmul_graph,
     matrices_gradient_graph,
 )
-from jax_cudnn.lowering import is_explicitly_sharded, run_graph
+from jax_cudnn.graph.rules import F8
+from jax_cudnn.lowering import is_explicitly_sharded, run_graph, with_derivative_of
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import (
     FLOATS,
@@ -261,7 +262,7 @@ _F8_RESULTS = ("bf16", "f16", "f32")
 
 
 def _is_f8(x: jax.Array) -> bool:
-    return dtype_name(x.dtype) in ("f8_e4m3fn", "f8_e5m2")
+    return dtype_name(x.dtype) in F8
 
 
 def _grouped(
@@ -309,27 +310,18 @@ def _tensors(**arrays: jax.Array) -> dict[str, Tensor]:
     return {role: tensor(role, *operand) for role, operand in operands.items()}
 
 
-# A cotangent in f8 has no scale, so no graph has the gradients.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _run_f8(
     dtype: DTypeName, call: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    return _run(dtype, call, lhs, rhs, sizes)
+    """Return the same of f8: no graph has the gradients, without a scale of theirs."""
 
-
-@_run_f8.defjvp
-def _run_f8_jvp(
-    dtype: DTypeName, call: Options, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    lhs, rhs, sizes = primals
-
-    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def plain(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         wide = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         groups, precision = Groups.of_sizes(sizes), call.matmul_precision
         return grouped_product(*wide, groups, jax_dtype(dtype), precision)
 
-    _, along = jax.jvp(plain, (lhs, rhs), tangents[:2])
-    return _run_f8(dtype, call, *primals), along
+    compute = functools.partial(_run, dtype, call)
+    return with_derivative_of(plain, compute, lhs, rhs, sizes)
 
 
 def _bias_of_rows(product: _Product, bias: jax.Array) -> jax.Array:
