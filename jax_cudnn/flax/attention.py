@@ -26,7 +26,7 @@ from jax_cudnn.flax.delegate import (
 from jax_cudnn.flax.shared_dropout import drop_alike
 from jax_cudnn.ops.attention.caches.cached_sdpa import cached_sdpa
 from jax_cudnn.ops.attention.dropout import check_rate
-from jax_cudnn.ops.attention.operands import axes_hint
+from jax_cudnn.ops.attention.operands import axes_hint, check_groups
 from jax_cudnn.ops.attention.sdpa import sdpa
 from jax_cudnn.ops.attention.visibility.masks import Where
 from jax_cudnn.ops.common.arguments import as_operand
@@ -366,13 +366,7 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -
                 f"attention_fn: {what} of {names[0]} and {names[1]} differ, {sizes[0]} "
                 f"and {sizes[1]}: {shapes}. They must be equal."
             )
-    h, heads = q.shape[-2], k.shape[-2]
-    if (heads == 0) != (h == 0) or (heads and h % heads):
-        raise ValueError(
-            f"attention_fn: {h} query heads are not a multiple of {heads} key heads: "
-            f"{shapes}. Repeat key and value heads, or change the number of query "
-            "heads."
-        )
+    check_groups("attention_fn", q.shape[-2], k.shape[-2], shapes, "key and value")
     if is_causal and q.shape[-3] == 1 and k.shape[-3] > 1:
         raise ValueError(
             f"attention_fn: is_causal=True with one query and {k.shape[-3]} keys. The "

@@ -145,14 +145,14 @@ _LAST_AXES = " Its axes are taken to be the last ones."
             {"query": _zeros("bshd", h=7)},
             ValueError,
             "sdpa: 7 query heads are not a multiple of 3 key heads: "
-            f"{_shapes(query='bf16[2,5,7,11]')}. Repeat key and value heads, or "
+            f"{_shapes(query='bf16[2,5,7,11]')}. Repeat the heads of key and value, or "
             "change the number of query heads.",
         ),
         (
             {"query": _zeros("bshd", h=0)},
             ValueError,
             "sdpa: 0 query heads are not a multiple of 3 key heads: "
-            f"{_shapes(query='bf16[2,5,0,11]')}. Repeat key and value heads, or "
+            f"{_shapes(query='bf16[2,5,0,11]')}. Repeat the heads of key and value, or "
             "change the number of query heads.",
         ),
         # bias and mask

@@ -216,6 +216,17 @@ def stored_order(role: str, layout: Layout = "bshd") -> tuple[int, ...]:
     return order_of(layout) if role in _WITH_LAYOUT else _PLAIN
 
 
+def logical(
+    operands: Mapping[str, jax.Array], layout: Layout = "bshd"
+) -> dict[str, jax.Array]:
+    """Return operands with their axes in the order (b, h, s, d), as references do."""
+    orders = {role: stored_order(role, layout) for role in operands}
+    return {
+        role: jnp.transpose(x, [orders[role].index(axis) for axis in range(4)])
+        for role, x in operands.items()
+    }
+
+
 _WITH_LAYOUT = ("query", "key", "value", "output", "grad_output")
 
 

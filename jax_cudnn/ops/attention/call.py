@@ -16,7 +16,7 @@ from jax_cudnn.ops.attention.attend import (
     Operands,
     attend_by_rows,
     by_rows,
-    stored_order,
+    logical,
 )
 from jax_cudnn.ops.attention.dropout import with_dropout
 from jax_cudnn.ops.attention.layouts import Layout, order_of
@@ -204,14 +204,7 @@ def _plain(
     score_mod: ScoreMod | None,
 ) -> dict[str, jax.Array]:
     """Return the results by the reference, for what no graph can hold."""
-    tensors = {
-        role: (x, stored_order(role, operands.layout))
-        for role, x in operands.given.items()
-    }
-    inputs = {
-        role: jnp.transpose(x, [order.index(axis) for axis in range(4)])
-        for role, (x, order) in tensors.items()
-    }
+    inputs = logical(operands.given, operands.layout)
     function = None if score_mod is None else on_scores(score_mod)
     results = attention(attributes, inputs, {}, function)
     output = jnp.transpose(results["output"], order_of(operands.layout))

@@ -15,7 +15,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes, sdpa_f8_graph, sdpa_f8_output
 from jax_cudnn.graph.rules import F8
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.attention.attend import Operands, by_rows, sdpa_tensors, stored_order
+from jax_cudnn.ops.attention.attend import Operands, by_rows, logical, sdpa_tensors
 from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
 from jax_cudnn.ops.attention.operands import canonicalize
 from jax_cudnn.ops.attention.options import AttentionCall, F8Options, TokenCounts
@@ -339,12 +339,7 @@ def _plain(
     layout: Layout,
 ) -> list[jax.Array]:
     """Return the results in these roles by the reference, for shapes graphs lack."""
-    orders = {role: stored_order(role, layout) for role in operands}
-    inputs = {
-        role: jnp.transpose(x, [orders[role].index(axis) for axis in range(4)])
-        for role, x in operands.items()
-    }
-    results = dict(attention(attributes, inputs, dtype))
+    results = dict(attention(attributes, logical(operands, layout), dtype))
     results["output"] = jnp.transpose(results["output"], order_of(layout))
     return [results[role] for role in roles]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks attention's arguments and returns them as graphs have them."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -59,11 +60,16 @@ def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     check_dtype(
         "sdpa", "query", q, advice="Convert query, key and value to one of them."
     )
-    for name, x in (("key", k), ("value", v)):
+    check_one_dtype("sdpa", q, key=k, value=v)
+
+
+def check_one_dtype(op: str, q: jax.Array, **others: jax.Array) -> None:
+    """Raise TypeError unless keys and values have the dtype of the queries."""
+    for name, x in others.items():
         if x.dtype != q.dtype:
             raise TypeError(
-                f"sdpa: {name} is {describe(x)} but query is {describe(q)}. All "
-                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
+                f"{op}: {name} is {describe(x)} but query is {describe(q)}. All three "
+                f"must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
             )
 
 
@@ -105,16 +111,15 @@ def canonicalize(
     b, s, h, _ = sizes_in(layout, q)
     t = sizes_in(layout, k)[1] * shares
     scores = (b, h, s, t)
+    lengths = functools.partial(check_lengths, "sdpa", "batch entry")
     operands = Operands(
         query=q,
         key=k,
         value=v,
         bias=_check_bias(bias, scores, q.dtype),
         mask=_check_mask(mask, scores),
-        query_lengths=check_lengths(
-            "query_seq_lengths", query_seq_lengths, b, s * shares
-        ),
-        key_lengths=check_lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),
+        query_lengths=lengths("query_seq_lengths", query_seq_lengths, b, s * shares),
+        key_lengths=lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),
         layout=layout,
     )
     if packed is not None:
@@ -165,11 +170,18 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout) -> N
             f"sdpa: key has {of_key[2]} heads but value {of_value[2]}: {shapes}. They "
             "must be equal."
         )
-    h, heads = of_query[2], of_key[2]
+    check_groups("sdpa", of_query[2], of_key[2], shapes, "key and value")
+
+
+def check_groups(op: str, h: int, heads: int, shapes: str, names: str) -> None:
+    """Raise ValueError unless each key head serves as many query heads.
+
+    ``shapes`` and ``names`` are those of the operands, in words.
+    """
     if (heads == 0) != (h == 0) or (heads and h % heads):
         raise ValueError(
-            f"sdpa: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
-            "Repeat key and value heads, or change the number of query heads."
+            f"{op}: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
+            f"Repeat the heads of {names}, or change the number of query heads."
         )
 
 
@@ -235,15 +247,15 @@ def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str
 
 
 def check_lengths(
-    name: str, lengths: ArrayLike | None, b: int, size: int
+    op: str, owner: str, name: str, lengths: ArrayLike | None, b: int, size: int
 ) -> jax.Array | None:
-    """Return the lengths of batch entries as i32 (b, 1, 1, 1), cut to a size."""
+    """Return the lengths of their owners as i32 (b, 1, 1, 1), cut to a size."""
     if lengths is None:
         return None
-    array = check_integers("sdpa", name, lengths)
+    array = check_integers(op, name, lengths)
     if array.shape != (b,):
         raise ValueError(
-            f"sdpa: {name} is {describe(array)}. It must have one length per batch "
-            f"entry, shape [{b}]."
+            f"{op}: {name} is {describe(array)}. It must have one length per {owner}, "
+            f"shape [{b}]."
         )
     return jnp.reshape(clipped(array, size), (b, 1, 1, 1))

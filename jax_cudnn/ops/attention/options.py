@@ -168,6 +168,23 @@ class AttentionCall:
         )
 
 
+class CachedCall(AttentionCall):
+    """The same for attention of the last tokens of sequences to all of their tokens.
+
+    Attributes:
+      query_seq_lengths: integers (b,); queries at or past their sequence's length are
+        padding. Default None: s, which must then be as many tokens as there is room for
+        at most, unless no position matters (`is_causal=False` without a window).
+      is_causal: whether a query sees no token after its own. Default True.
+      local_window_size: (left, right): the query that is token x sees tokens x - left
+        to x + right only. An int n means (n, n), and None for one of the two is no
+        bound. It is combined with `is_causal`. Default None: no window.
+      sinks: (h,), for each query head the score of one more token, which every query
+        sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
+        Default None: no such token.
+    """
+
+
 def check_layer_options(**given: Unpack[LayerOptions]) -> dict[str, Any]:
     """Return the options of a layer in all of its calls that are not the default."""
     call = AttentionCall(**given)

@@ -24,6 +24,7 @@ from jax_cudnn.lowering import attention_results, run_by_hand, with_derivative_o
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
 from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes, f8_operands
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
+from jax_cudnn.ops.attention.operands import check_one_dtype
 from jax_cudnn.ops.attention.options import AttentionCall, F8Options
 from jax_cudnn.ops.attention.parts import part_gradients
 from jax_cudnn.ops.common.arguments import check_flag, describe
@@ -268,8 +269,4 @@ def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
                 "which the gradient is computed. Convert query, key and value to one "
                 "of them; for operands in f8 call f8.sdpa."
             )
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"{_OP}: {name} is {describe(x)} but query is {describe(q)}. All three "
-                f"must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
-            )
+    check_one_dtype(_OP, q, key=k, value=v)

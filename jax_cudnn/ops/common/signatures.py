@@ -137,9 +137,13 @@ def _entry(record: type, name: str) -> str:
 
 @functools.cache
 def _texts(record: type) -> dict[str, str]:
-    """Return the description of each of the record's fields, on one line."""
-    doc = inspect.cleandoc(record.__doc__ or "") + "\n"
+    """Return the description of each of the record's fields, on one line.
+
+    Those that a record does not describe itself are those of the class above it.
+    """
+    docs = [inspect.cleandoc(each.__doc__ or "") for each in record.__mro__[::-1]]
     return {
         found[1]: " ".join(found[0].split()).removeprefix(f"{found[1]}: ")
-        for found in _ENTRY.finditer(doc)
+        for doc in docs
+        for found in _ENTRY.finditer(f"{doc}\n")
     }

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.caches.call import run_cached
 from jax_cudnn.ops.attention.layouts import Layout
-from jax_cudnn.ops.attention.options import AttentionCall, CachedOptions
+from jax_cudnn.ops.attention.options import CachedCall, CachedOptions
 from jax_cudnn.ops.common.signatures import takes
 
 
@@ -40,7 +40,7 @@ def cached_sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(AttentionCall, CachedOptions, is_causal=True)
+@takes(CachedCall, CachedOptions, is_causal=True)
 def cached_sdpa(
     query: ArrayLike,
     key_cache: ArrayLike,
@@ -90,21 +90,11 @@ def cached_sdpa(
       key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
         queries included, even if there is room for t tokens only. Lengths below 0
         count as 0.
-      query_seq_lengths: integers (b,); queries at or past their sequence's length are
-        padding. Default None: s, which must then be t at most, unless no position
-        matters (`is_causal=False` without a window).
-      is_causal: whether a query sees no token after its own. Default True.
-      local_window_size: (left, right): the query that is token x sees tokens x - left
-        to x + right only. An int n means (n, n), and None for one of the two is no
-        bound. It is combined with `is_causal`. Default None: no window.
-      sinks: (h,), for each query head the score of one more token, which every query
-        sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
-        Default None: no such token.
       layout: the order of the axes of query, caches and output: "bshd" (default),
         "bhsd" or "sbhd", with s standing for tokens and h for heads: caches of "bhsd"
         are (b, k, t, d). Kernels read each without a copy; write such caches by
         ``update(..., layout="bhsd")``.
-      **options: as in :class:`AttentionCall`.
+      **options: as in :class:`CachedCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
 
@@ -153,7 +143,7 @@ def cached_sdpa(
         query,
         {"key_cache": key_cache, "value_cache": value_cache},
         key_value_seq_lengths,
-        AttentionCall(**options),
+        CachedCall(**options),
         layout=layout,
         return_residual=return_residual,
     )

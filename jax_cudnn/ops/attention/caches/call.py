@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of attention over a cache or over pages, and runs its graph."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Options
 from jax_cudnn.graph import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.lowering import run_graph, typed_along
-from jax_cudnn.ops.attention.attend import by_rows, stored_order
+from jax_cudnn.ops.attention.attend import by_rows, logical, stored_order
+from jax_cudnn.ops.attention.caches.kv_cache import check_page_table
 from jax_cudnn.ops.attention.layouts import (
     PAGE_LAYOUTS,
     Layout,
@@ -19,13 +21,17 @@ from jax_cudnn.ops.attention.layouts import (
     order_of,
     sizes_in,
 )
+from jax_cudnn.ops.attention.operands import (
+    check_groups,
+    check_lengths,
+    check_one_dtype,
+)
 from jax_cudnn.ops.attention.options import AttentionCall, TokenCounts
 from jax_cudnn.ops.attention.sinks import check_sinks, with_sinks
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
     check_flag,
-    check_integers,
     clipped,
     describe,
     is_more,
@@ -36,7 +42,6 @@ from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.reference.attention.cached import forward as attention
 from jax_cudnn.reference.attention.sequences import farthest
-from jax_cudnn.reference.dtypes import dtype_name
 
 
 def run_cached(
@@ -130,11 +135,7 @@ def _attend(
     output_order = order_of(operands.layout)
     if reason := why_symbolic(**given):
         check_implementation(op, reason, call)
-        inputs = {
-            role: jnp.transpose(x, [orders[role].index(axis) for axis in range(4)])
-            for role, x in given.items()
-        }
-        results = attention(attributes, inputs, {})
+        results = attention(attributes, logical(given, operands.layout), {})
         output = jnp.transpose(results["output"], output_order)
         return [output.astype(operands.query.dtype), results["stats"]]
     graph = sdpa_cached_graph(
@@ -166,23 +167,25 @@ def _canonicalize(
     q, k, v = arrays.values()
     _check_dtypes(op, arrays)
     is_paged = op == _PAGED
+    given_lengths = functools.partial(check_lengths, op, "sequence")
     _check_shapes(op, arrays, _PAGES if is_paged else _CACHE, layout)
     b, s, _, _ = sizes_in(layout, q)
     table = None
     pages, t, _, _ = sizes_in(layout, k)
     if is_paged:
-        numbers = _page_table(op, page_table, q, b)
+        assert page_table is not None
+        numbers = check_page_table(op, page_table, f"query {describe(q)}", b)
         t = t * numbers.shape[1]
         table = jnp.reshape(clipped(numbers, pages - 1), (b, 1, numbers.shape[1], 1))
+    key_lengths = given_lengths("key_value_seq_lengths", lengths, b, farthest(t))
+    assert key_lengths is not None
     return _Operands(
         query=q,
         key=k,
         value=v,
         page_table=table,
-        key_lengths=_lengths(op, "key_value_seq_lengths", lengths, b, farthest(t)),
-        query_lengths=None
-        if query_lengths is None
-        else _lengths(op, "query_seq_lengths", query_lengths, b, s),
+        key_lengths=key_lengths,
+        query_lengths=given_lengths("query_seq_lengths", query_lengths, b, s),
         layout=layout,
     )
 
@@ -192,12 +195,7 @@ def _check_dtypes(op: str, arrays: dict[str, jax.Array]) -> None:
     names = ", ".join(name for name, _ in others[:-1])
     names = f"{first}, {names} and {others[-1][0]}"
     check_dtype(op, first, q, advice=f"Convert {names} to one of them.")
-    for name, x in others:
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"{op}: {name} is {describe(x)} but query is {describe(q)}. All "
-                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
-            )
+    check_one_dtype(op, q, **dict(others))
 
 
 # What the axes of queries, and of keys and values are, tokens before heads.
@@ -253,13 +251,7 @@ def _check_shapes(
             f"{op}: query has head size {of_query[3]} but {key} {of_key[3]}: {shapes}. "
             f"They must be equal; that of {value} may differ."
         )
-    h, heads = of_query[2], of_key[2]
-    if (heads == 0) != (h == 0) or (heads and h % heads):
-        raise ValueError(
-            f"{op}: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
-            f"Repeat the heads of {key} and {value}, or change the number of query "
-            "heads."
-        )
+    check_groups(op, of_query[2], of_key[2], shapes, f"{key} and {value}")
 
 
 def _check_room(op: str, operands: _Operands, caches: dict[str, ArrayLike]) -> None:
@@ -283,26 +275,3 @@ def _check_room(op: str, operands: _Operands, caches: dict[str, ArrayLike]) -> N
 
 def _is_zero(size: object) -> bool:
     return isinstance(size, int) and size == 0  # A symbolic size is none.
-
-
-def _page_table(
-    op: str, page_table: ArrayLike | None, q: jax.Array, b: int
-) -> jax.Array:
-    table = check_integers(op, "page_table", page_table)  # type: ignore[arg-type]
-    if table.ndim != 2 or table.shape[0] != b:
-        raise ValueError(
-            f"{op}: page_table is {describe(table)} but query {describe(q)}. It must "
-            f"have the pages of each sequence, shape [{b}, most pages of a "
-            "sequence]."
-        )
-    return table
-
-
-def _lengths(op: str, name: str, value: ArrayLike, b: int, size: int) -> jax.Array:
-    array = check_integers(op, name, value)
-    if array.shape != (b,):
-        raise ValueError(
-            f"{op}: {name} is {describe(array)}. It must have one length per "
-            f"sequence, shape [{b}]."
-        )
-    return jnp.reshape(clipped(array, size), (b, 1, 1, 1))

@@ -163,14 +163,8 @@ def update_pages(
             f"({axes.in_words('sequences', 'tokens')}), with the same other "
             "axes."
         )
-    table = check_integers(op, "page_table", page_table)
     sequences = tokens.shape[axes.first]
-    if table.ndim != 2 or table.shape[0] != sequences:
-        raise ValueError(
-            f"{op}: page_table is {describe(table)} but new {describe(tokens)}. It "
-            f"must have the pages of each sequence, shape [{sequences}, most pages of "
-            "a sequence]."
-        )
+    table = check_page_table(op, page_table, f"new {describe(tokens)}", sequences)
     p, size = old.shape[axes.first], old.shape[axes.tokens]
     most = table.shape[1]
     s, room = tokens.shape[axes.tokens], most * size
@@ -192,6 +186,22 @@ def update_pages(
     is_page = (number >= 0) & (number < p) & (positions >= 0) & (positions < room)
     number = jnp.where(is_page, number.astype(jnp.int32), -1)
     return written(axes, old, tokens, positions % size, number)
+
+
+def check_page_table(
+    op: str, page_table: ArrayLike, beside: str, sequences: int
+) -> jax.Array:
+    """Return a table of pages (sequences, most pages), or raise what is wrong with it.
+
+    ``beside`` says which operand has that many sequences.
+    """
+    table = check_integers(op, "page_table", page_table)
+    if table.ndim != 2 or table.shape[0] != sequences:
+        raise ValueError(
+            f"{op}: page_table is {describe(table)} but {beside}. It must have the "
+            f"pages of each sequence, shape [{sequences}, most pages of a sequence]."
+        )
+    return table
 
 
 _NO_ROOM = (

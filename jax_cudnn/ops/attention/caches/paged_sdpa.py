@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.attention.caches.call import run_cached
 from jax_cudnn.ops.attention.layouts import PageLayout
-from jax_cudnn.ops.attention.options import AttentionCall, CachedOptions
+from jax_cudnn.ops.attention.options import CachedCall, CachedOptions
 from jax_cudnn.ops.common.signatures import takes
 
 
@@ -42,7 +42,7 @@ def paged_sdpa(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@takes(AttentionCall, CachedOptions, is_causal=True)
+@takes(CachedCall, CachedOptions, is_causal=True)
 def paged_sdpa(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -94,20 +94,10 @@ def paged_sdpa(
       key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
         queries included, even if there is room for m*i tokens only. Lengths below 0
         count as 0.
-      query_seq_lengths: integers (b,); queries at or past their sequence's length are
-        padding. Default None: s, which must then be m*i at most, unless no position
-        matters (`is_causal=False` without a window).
-      is_causal: whether a query sees no token after its own. Default True.
-      local_window_size: (left, right): the query that is token x sees tokens x - left
-        to x + right only. An int n means (n, n), and None for one of the two is no
-        bound. It is combined with `is_causal`. Default None: no window.
-      sinks: (h,), for each query head the score of one more token, which every query
-        sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
-        Default None: no such token.
       layout: the order of the axes of query, pages and output: "bshd" (default), or
         "bhsd" for queries (b, h, s, d), pages (p, k, i, d). Kernels read both without
         a copy; with "bhsd" write pages by ``update_pages(..., layout="bhsd")``.
-      **options: as in :class:`AttentionCall`.
+      **options: as in :class:`CachedCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
 
@@ -162,7 +152,7 @@ def paged_sdpa(
         query,
         {"key_pages": key_pages, "value_pages": value_pages},
         key_value_seq_lengths,
-        AttentionCall(**options),
+        CachedCall(**options),
         page_table=page_table,
         layout=layout,
         return_residual=return_residual,
