@@ -20,6 +20,7 @@ from jax_cudnn.config import Implementation
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
 from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.products.causal_conv1d import causal_conv1d
 
 # For each product, a layer's own names of the product's operands.
 _ARGUMENTS = {
@@ -70,6 +71,24 @@ class FusedProduct:
                 activation=self.activation,
                 implementation=self.implementation,
             )
+
+
+def causal_convolution(
+    layer: Any,
+    arrays: tuple[jax.Array, jax.Array, jax.Array | None],
+    **given: Any,
+) -> Any:
+    """Return a `CausalConv1D`'s result for inputs, kernel (K, 1, c) and bias."""
+    x, kernel, bias = arrays
+    with on_behalf_of("CausalConv1D", "causal_conv1d", x="inputs", w="kernel"):
+        return causal_conv1d(
+            x,
+            kernel[:, 0],
+            bias=bias,
+            activation=layer.activation,
+            implementation=layer.implementation,
+            **given,
+        )
 
 
 class _StandIn:

@@ -21,6 +21,7 @@ from jax_cudnn.flax.f8_products import OP as _F8_OP
 from jax_cudnn.flax.fusion import (
     FusedProduct,
     call_with,
+    causal_convolution,
     fold_residual,
     refuse_replacements,
 )
@@ -39,9 +40,8 @@ from jax_cudnn.flax.linen_norms import (
 from jax_cudnn.flax.moe.linen import MixtureOfExperts
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
-from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_recipes import Recipe
-from jax_cudnn.ops.products.causal_conv1d import CausalActivation, causal_conv1d
+from jax_cudnn.ops.products.causal_conv1d import CausalActivation
 from jax_cudnn.ops.products.conv import conv
 from jax_cudnn.ops.products.dot_general import dot_general
 
@@ -200,18 +200,13 @@ class CausalConv1D(linen.Module):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (channels,), self.param_dtype)
         x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        with on_behalf_of("CausalConv1D", "causal_conv1d", x="inputs", w="kernel"):
-            call: Any = causal_conv1d
-            return call(
-                x,
-                kernel[:, 0],
-                bias=bias,
-                activation=self.activation,
-                initial_state=initial_state,
-                return_state=return_state,
-                segment_ids=segment_ids,
-                implementation=self.implementation,
-            )
+        return causal_convolution(
+            self,
+            (x, kernel, bias),
+            initial_state=initial_state,
+            return_state=return_state,
+            segment_ids=segment_ids,
+        )
 
 
 class Dense(linen.Dense):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
+from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.fusing.chains import run_chained
 from jax_cudnn.fusing.explanation import FuseExplanation, describe_work
@@ -20,6 +20,7 @@ from jax_cudnn.fusing.program import Arrays, as_array, program_of
 from jax_cudnn.fusing.split import Split, is_free, split
 from jax_cudnn.fusing.whole import Asked
 from jax_cudnn.lowering import weakly_typed
+from jax_cudnn.ops.common.arguments import options
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -271,16 +272,7 @@ def fuse(
     """
     if not isinstance(strict, bool):
         raise TypeError(f"fuse: strict={strict!r} is neither True nor False.")
-    if plan is not None:
-        try:
-            check_plan(plan)
-        except TypeError as error:
-            raise TypeError(f"fuse: {error}") from None
-    if implementation is not None:
-        try:
-            Options(implementation=implementation)
-        except ValueError as error:
-            raise ValueError(f"fuse: {error}") from None
+    options("fuse", implementation, plan)  # refuses unknown names and other types
     if fn is not None and not callable(fn):
         raise TypeError(
             f"fuse: {type(fn).__name__} is not a function. Pass one, or write "

@@ -80,12 +80,6 @@ def combine(
                 "Outputs must have one shape, and log-sum-exps this shape without its "
                 "last axis. Pass what sdpa returns with return_residual=True."
             )
-    return _combine(outputs, stats)
-
-
-def _combine(
-    outputs: list[jax.Array], stats: list[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
     output, lse = combined(outputs, stats)
     return output.astype(_wider(outputs)), lse
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a device's share of attention: static settings, and the arrays."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -250,21 +251,19 @@ def _seen(problem: Problem, shares: Shares) -> jax.Array | None:
     s, t = shares.query.shape[1], shares.key.shape[1]
     columns = jnp.asarray(all_positions(count, t, order))
     rows = positions_of(problem.device, count, s, order)
-    is_seen = shares.mask
+    conditions = [] if shares.mask is None else [shares.mask]
     packing = membership(shares)
     if packing is None and shares.key_lengths is not None:
-        is_inside = columns[None, None, None, :] < shares.key_lengths
-        is_seen = is_inside if is_seen is None else is_seen & is_inside
+        conditions.append(columns[None, None, None, :] < shares.key_lengths)
     if not problem.band.is_everything:
         difference = (columns[None, :] - rows[:, None])[None, None]
         lowest, highest = (
             int(max(-(2**30), min(x, 2**30)))
             for x in (problem.band.lowest, problem.band.highest)
         )
-        is_near = (lowest <= difference) & (difference <= highest)
-        is_seen = is_near if is_seen is None else is_seen & is_near
+        conditions.append((lowest <= difference) & (difference <= highest))
     predicates = predicates_of(problem, shares)
     for predicate in (*predicates, *(() if packing is None else (packing,))):
-        is_said = predicate.seen(Tokens(s, rows), Tokens(count * t, columns))
-        is_seen = is_said if is_seen is None else is_seen & is_said
-    return is_seen
+        seen = predicate.seen(Tokens(s, rows), Tokens(count * t, columns))
+        conditions.append(seen)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None

@@ -166,23 +166,16 @@ def gathered_step(
 
 def _step(shift: int, calls: Sequence[tuple[Call, ...]]) -> Step:
     """Return a step; calls that differ in where their columns begin are one program."""
-    at_zero = [tuple(_moved(call, 0) for call in each) for each in calls]
+    at_zero = [
+        tuple(replace(call, columns=(0, call.columns[1])) for call in each)
+        for each in calls
+    ]
     programs = tuple(dict.fromkeys(at_zero))
     return Step(
         shift=shift,
         programs=programs,
         program_of=tuple(programs.index(each) for each in at_zero),
         columns_of=tuple(tuple(call.columns[0] for call in each) for each in calls),
-    )
-
-
-def _moved(call: Call, first: int) -> Call:
-    return Call(
-        rows=call.rows,
-        columns=(first, call.columns[1]),
-        is_causal=call.is_causal,
-        window=call.window,
-        is_shifted=call.is_shifted,
     )
 
 

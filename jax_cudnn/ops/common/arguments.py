@@ -406,12 +406,7 @@ def as_array(value: jax.Array | float, accumulator: DTypeName) -> jax.Array:
 
 def check_epsilon(op: str, value: float) -> float:
     """Return epsilon, or raise what is wrong with it."""
-    if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"{op}: epsilon is {type(value).__name__}. It must be a Python number, "
-            "since it is part of the compiled program. Pass a float such as 1e-6."
-        )
-    number = float(value)
+    number = check_number(op, "epsilon", value)
     if not math.isfinite(number) or number < 0:
         raise ValueError(
             f"{op}: epsilon={number}. It must be finite, and 0 or more: it is added to "

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.lowering import gathered_along
-from jax_cudnn.ops.common.arguments import check_flag, describe
+from jax_cudnn.ops.common.arguments import check_flag, check_number, describe
 from jax_cudnn.ops.common.fusion import Operand
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.ops.common.signatures import takes
@@ -263,16 +263,13 @@ def _check_running(mean: jax.Array | None, var: jax.Array | None) -> _Running | 
 
 
 def _check_momentum(value: float) -> float:
-    if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"{_OP}: momentum is {type(value).__name__}. It must be a Python number."
-        )
+    value = check_number(_OP, "momentum", value)
     if not 0 <= value <= 1:
         raise ValueError(
             f"{_OP}: momentum={value}. It is the share of the old running values that "
             "is kept: pass a number from 0 to 1."
         )
-    return float(value)
+    return value
 
 
 def _updated(
