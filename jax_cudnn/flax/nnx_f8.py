@@ -38,7 +38,25 @@ class F8State(nnx.Variable[jax.Array]):
     """
 
 
-class _F8Product(nnx.Module):
+class F8Holder(nnx.Module):
+    """A module with states of f8, which stay as they are where it is `deterministic`.
+
+    By this name `eval` and `train` of a model find it.
+    """
+
+    deterministic: bool
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set `deterministic`, for `nnx.view`.
+
+        Args:
+          deterministic: whether the states stay as they are. Default None: as before.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+
+class _F8Product(F8Holder):
     """Holds a recipe and a state, and runs products with them."""
 
     def __init__(
@@ -52,7 +70,6 @@ class _F8Product(nnx.Module):
         self.recipe: Recipe = recipe
         self.implementation: Implementation = implementation
         self.rhs_sharding: Any = rhs_sharding
-        # By this name `eval` and `train` of a model find it.
         self.deterministic = False
         state = dense_state(recipe)
         self.x: F8State | None
@@ -61,15 +78,6 @@ class _F8Product(nnx.Module):
             self.x, self.w = nnx.data(None), nnx.data(None)
         else:
             self.x, self.w = F8State(state.x), F8State(state.w)
-
-    def set_view(self, deterministic: bool | None = None) -> None:
-        """Set `deterministic`, for `nnx.view`.
-
-        Args:
-          deterministic: whether the state stays as it is. Default None: as before.
-        """
-        if deterministic is not None:
-            self.deterministic = deterministic
 
     def fused(
         self,

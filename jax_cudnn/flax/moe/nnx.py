@@ -21,7 +21,7 @@ from jax_cudnn.flax.moe.common import (
     products_of,
     run,
 )
-from jax_cudnn.flax.nnx_f8 import F8State
+from jax_cudnn.flax.nnx_f8 import F8Holder, F8State
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision
 from jax_cudnn.ops.common.f8_recipes import (
@@ -59,24 +59,14 @@ class _ProductState(nnx.Module):
         self.x, self.w = F8State(first.x), F8State(first.w)
 
 
-class _ProductStates(nnx.Module):
+class _ProductStates(F8Holder):
     """The states of the products of a layer, by the names of their weights."""
 
     def __init__(self, names: Iterable[str], first: DenseState) -> None:
         self.names: tuple[str, ...] = tuple(names)
         for name in self.names:
             setattr(self, name, _ProductState(first))
-        # By this name `eval` and `train` of a model find it.
         self.deterministic = False
-
-    def set_view(self, deterministic: bool | None = None) -> None:
-        """Set `deterministic`, for `nnx.view`.
-
-        Args:
-          deterministic: whether the states stay as they are. Default None: as before.
-        """
-        if deterministic is not None:
-            self.deterministic = deterministic
 
     def known(self) -> States:
         """Return the states as arrays; cotangents have the scales of their own."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax_cudnn.ops.common.f8_scaling import (
     undifferentiated,
 )
 from jax_cudnn.ops.norms.call import Norm
+from jax_cudnn.ops.norms.options import NormOptions
 from jax_cudnn.ops.norms.rows import run_rows
 
 
@@ -80,15 +82,12 @@ def layer_norm(
     """
     return _run(
         "layer_norm",
-        x,
-        scale,
-        bias,
-        output_scale,
+        {"x": x, "scale": scale, "bias": bias, "output_scale": output_scale},
         axis,
-        epsilon,
         preferred_element_type,
-        implementation,
-        plan,
+        epsilon=epsilon,
+        implementation=implementation,
+        plan=plan,
     )
 
 
@@ -131,35 +130,27 @@ def rms_norm(
     """
     return _run(
         "rms_norm",
-        x,
-        scale,
-        bias,
-        output_scale,
+        {"x": x, "scale": scale, "bias": bias, "output_scale": output_scale},
         axis,
-        epsilon,
         preferred_element_type,
-        implementation,
-        plan,
+        epsilon=epsilon,
+        implementation=implementation,
+        plan=plan,
     )
 
 
 def _run(
     kind: str,
-    x: ArrayLike,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    output_scale: ArrayLike,
+    operands: Mapping[str, ArrayLike | None],
     axis: int | Sequence[int],
-    epsilon: float,
     preferred: DTypeLike,
-    implementation: Implementation | None,
-    plan: PlanOptions | None,
+    **options: Unpack[NormOptions],
 ) -> jax.Array:
     op = f"f8.{kind}"
     advice = f"For other dtypes call jax_cudnn.{kind}."
     dtype = check_f8(op, preferred, name="preferred_element_type", advice=advice)
-    number = check_tensor_scale(op, "output_scale", output_scale)
-    operands = {"x": x, "scale": scale, "bias": bias, "output_scale": number}
+    number = check_tensor_scale(op, "output_scale", operands["output_scale"])  # type: ignore[arg-type]
+    operands = {**operands, "output_scale": number}
     advice = (
         f"Call jax_cudnn.{kind} and quantize its result, or apply "
         "jax.lax.stop_gradient."
@@ -170,13 +161,7 @@ def _run(
         else undifferentiated(op, name, advice, as_operand(op, name, value))
         for name, value in operands.items()
     }
-    norm = Norm.of(
-        op,
-        arrays["x"],  # type: ignore[arg-type]
-        epsilon=epsilon,
-        implementation=implementation,
-        plan=plan,
-    )
+    norm = Norm.of(op, arrays["x"], **options)  # type: ignore[arg-type]
     factor = jnp.reshape(1 / arrays["output_scale"], (1, 1))  # type: ignore[operator]
     norm = norm._replace(dtype=dtype)
     result = run_rows(norm, kind, arrays["scale"], arrays["bias"], axis, factor)
