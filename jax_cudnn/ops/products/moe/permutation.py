@@ -300,9 +300,12 @@ def _spread_jvp(
     moved = tangents[0]
     # Wide, so that the transpose adds in f32.
     copies = jnp.repeat(moved.astype(wide_dtype(x)), target.shape[1], axis=0)
-    rows = jnp.zeros((source.shape[0], *x.shape[1:]), x.dtype)
+    found = spread(x, source, target)
+    # The zeros vary over devices as the result does: JAX's scatter of nothing returns
+    # them as they are.
+    rows = jnp.zeros_like(found)
     tangent = rows.at[target.reshape(-1)].add(copies.astype(x.dtype), mode="drop")
-    return spread(x, source, target), tangent
+    return found, tangent
 
 
 @jax.custom_jvp
@@ -316,7 +319,7 @@ def _collect_jvp(
     primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     rows, source, target = primals
-    choices = jnp.zeros((target.size, *rows.shape[1:]), rows.dtype)
+    found = collect(rows, source, target)
+    choices = jnp.zeros_like(found).reshape(target.size, *rows.shape[1:])
     tangent = choices.at[source].add(tangents[0], mode="drop")
-    shape = (*target.shape, *rows.shape[1:])
-    return collect(rows, source, target), tangent.reshape(shape)
+    return found, tangent.reshape(found.shape)
