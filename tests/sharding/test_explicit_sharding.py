@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
-from jax_cudnn import moe
+from jax_cudnn import f8, moe
 from tests.common.devices import Spec, collectives, mesh_of, placed
 
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -378,3 +378,27 @@ def test_empty_arrays_vary_over_devices(function: _Function, shapes: Any) -> Non
     found = jax.eval_shape(sharded, *operands)
     for each in found:
         assert [x.shape for x in each] == [x.shape for x in operands]
+
+
+def test_states_of_f8_vary_over_all_axes_before_their_maximum() -> None:
+    """JAX 0.12 takes a maximum over axes if an array varies over all of them."""
+    recipe = f8.Delayed()
+    x, router_w, up_w, down_w = _draw((8, 4), (4, 4), (4, 4, 6), (4, 6, 4))
+
+    def following(state: moe.LayerState) -> moe.LayerState:
+        *_, found = moe.layer(
+            *(x, router_w, up_w, up_w, down_w),
+            top_k=2,
+            recipe=recipe,
+            state=state,
+            return_state=True,
+            batch_axis="b",
+            expert_axis="e",
+            tensor_axis="t",
+            mesh=mesh_of(b=2, e=2, t=2),
+        )
+        return found
+
+    state = moe.layer_state(recipe)
+    found = jax.eval_shape(following, state)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, state)
