@@ -13,6 +13,7 @@ from jax_cudnn.lowering._jax import (
     is_known_array,
     is_on_host,
     min_dim,
+    vary_over,
     weakly_typed,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
@@ -118,6 +119,7 @@ __all__ = [
     "typed_as",
     "typed_like",
     "unreduced_in",
+    "vary_over",
     "weakly_typed",
     "with_derivative_of",
 ]

@@ -68,6 +68,7 @@ __all__ = [
     "set_saving",
     "set_transpose",
     "sum_over_groups",
+    "vary_over",
     "weakly_typed",
     "without_mesh",
     "zero_like",
@@ -283,11 +284,15 @@ def align_varying(operands: Sequence[jax.Array]) -> list[jax.Array]:
     axis on the way back.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    union = frozenset[Any]().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
-        for x, own in zip(operands, varying, strict=True)
-    ]
+    union = sorted(frozenset[Any]().union(*varying))
+    return [vary_over(x, union) for x in operands]
+
+
+def vary_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Inside shard_map, mark an array as varying over axes, as `pmax` wants it."""
+    own = jax.typeof(x).manual_axis_type.varying
+    missing = tuple(name for name in axes if name not in own)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

@@ -168,10 +168,11 @@ def run_by_reference(
         return jax.checkpoint(function, prevent_cse=False)(operands)
 
     if any(map(is_explicitly_sharded, operands)):
-        return tuple(
-            run_explicit(graph, unmerged(graph, operands), kernel, run, options)
-        )
-    return run(graph, operands)
+        results = run_explicit(graph, unmerged(graph, operands), kernel, run, options)
+    else:
+        results = run(graph, operands)
+    # Results that are empty, or sums of nothing, read no operand.
+    return tuple(_jax.align_varying([*results, *operands])[: len(results)])
 
 
 # --- evaluation and types -------------------------------------------------------------

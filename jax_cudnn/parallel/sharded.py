@@ -26,6 +26,7 @@ from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import as_operand, describe, in_front
 from jax_cudnn.ops.common.meshes import (
     AxisName,
+    by_operands,
     check_axes,
     check_name,
     device_count,
@@ -224,7 +225,7 @@ def _program(
     # Without the head size, which the log-sum-exp lacks.
     out = PartitionSpec(*query[:-1])
     sharded = jax.shard_map(
-        run,
+        by_operands(mesh, run),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=(out, out) if problem.with_lse else (out,),

@@ -72,7 +72,7 @@ def _derivative_of_maxima(
     (x,), (moved,) = primals, tangents
     output = maxima(x, window, strides, padding)
     if output.size == 0:
-        return output, jnp.zeros(output.shape, moved.dtype)
+        return output, jnp.zeros_like(output, moved.dtype)
     offsets = list(itertools.product(*map(range, window)))
     sizes = [
         size if n > 1 or any(pad) else 1

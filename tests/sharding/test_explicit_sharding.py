@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
+from jax_cudnn import f8, moe
 from tests.common.devices import Spec, collectives, mesh_of, placed
 
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -319,21 +320,19 @@ def test_a_batch_of_one_may_be_carried_on_one_device(name: str) -> None:
             assert _specs(found) == [P(*spec, *[None] * (h.ndim - len(spec)))]
 
 
-@pytest.mark.parametrize(
-    ("function", "shapes"),
-    [
-        (jax_cudnn.layer_norm, [(0, 8, 8)]),
-        (jax_cudnn.matmul, [(0, 8, 16), (16, 8)]),
-        (jax_cudnn.matmul, [(4, 8, 16), (16, 0)]),
-        (lambda q: jax_cudnn.sdpa(q, q, q), [(0, 8, 4, 8)]),
-        (lambda x: jax_cudnn.max_pool(x, (2, 2)), [(0, 8, 8, 4)]),
-        (jax_cudnn.group_norm, [(0, 4, 4, 8)]),
-        (jax_cudnn.gated_matmul, [(0, 8, 16), (16, 8), (16, 8)]),
-    ],
-)
+_EMPTY: list[tuple[_Function, list[tuple[int, ...]]]] = [
+    (jax_cudnn.layer_norm, [(0, 8, 8)]),
+    (jax_cudnn.matmul, [(0, 8, 16), (16, 8)]),
+    (jax_cudnn.matmul, [(4, 8, 16), (16, 0)]),
+    (lambda q: jax_cudnn.sdpa(q, q, q), [(0, 8, 4, 8)]),
+    (lambda x: jax_cudnn.max_pool(x, (2, 2)), [(0, 8, 8, 4)]),
+    (functools.partial(jax_cudnn.group_norm, groups=2), [(0, 4, 4, 8)]),
+    (jax_cudnn.gated_matmul, [(0, 8, 16), (16, 8), (16, 8)]),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes"), _EMPTY)
 def test_empty_arrays_may_be_sharded(function: _Function, shapes: Any) -> None:
-    if function is jax_cudnn.group_norm:
-        function = functools.partial(function, groups=2)
     operands = _draw(*shapes)
     mesh = _explicit(x=2)
     sharded = placed(mesh, operands, [("x",), *[()] * (len(operands) - 1)])
@@ -341,3 +340,65 @@ def test_empty_arrays_may_be_sharded(function: _Function, shapes: Any) -> None:
         found, want = _run(mesh, each, sharded), each(*operands)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+def _experts(x: jax.Array, router_w: jax.Array, up_w: jax.Array, *, axis: Any) -> Any:
+    return moe.layer(
+        *(x, router_w, None, up_w, jnp.swapaxes(up_w, 1, 2)),
+        top_k=2,
+        batch_axis=axis,
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        *_EMPTY,
+        (lambda x: jax_cudnn.avg_pool(x, (2, 2)), [(0, 8, 8, 4)]),
+        (jax_cudnn.matmul, [(4, 8, 0), (0, 8)]),
+        (functools.partial(_experts, axis="x"), [(0, 8), (8, 4), (4, 8, 6)]),
+        (functools.partial(_experts, axis=None), [(0, 8), (8, 4), (4, 8, 6)]),
+    ],
+)
+def test_empty_arrays_vary_over_devices(function: _Function, shapes: Any) -> None:
+    """A device's part of an empty array has the type of any other part.
+
+    JAX compares such types when it traces, so nothing is compiled.
+    """
+    operands = _draw(*shapes)
+    gradients = _gradients(function, len(operands))
+
+    def run(*operands: jax.Array) -> Any:
+        return jax.jvp(gradients, operands, operands)
+
+    specs = (P("x"), *[P()] * (len(operands) - 1))
+    sharded = jax.shard_map(
+        run, mesh=mesh_of(x=2), in_specs=specs, out_specs=(specs, specs)
+    )
+    found = jax.eval_shape(sharded, *operands)
+    for each in found:
+        assert [x.shape for x in each] == [x.shape for x in operands]
+
+
+def test_states_of_f8_vary_over_all_axes_before_their_maximum() -> None:
+    """JAX 0.12 takes a maximum over axes if an array varies over all of them."""
+    recipe = f8.Delayed()
+    x, router_w, up_w, down_w = _draw((8, 4), (4, 4), (4, 4, 6), (4, 6, 4))
+
+    def following(state: moe.LayerState) -> moe.LayerState:
+        *_, found = moe.layer(
+            *(x, router_w, up_w, up_w, down_w),
+            top_k=2,
+            recipe=recipe,
+            state=state,
+            return_state=True,
+            batch_axis="b",
+            expert_axis="e",
+            tensor_axis="t",
+            mesh=mesh_of(b=2, e=2, t=2),
+        )
+        return found
+
+    state = moe.layer_state(recipe)
+    found = jax.eval_shape(following, state)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, state)

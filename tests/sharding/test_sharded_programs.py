@@ -4,6 +4,7 @@
 Everything runs on eight devices of the CPU.
 """
 
+import functools
 import os
 import socket
 import subprocess
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
-from jax_cudnn import plans
+from jax_cudnn import moe, parallel, plans
 from jax_cudnn.lowering import partitioned
 from tests.common.devices import Spec, collectives, gradient, mesh_of, placed
 from tests.sharding.cases import (
@@ -116,6 +118,35 @@ def test_some_axes_of_the_mesh_may_be_manual() -> None:
     for ours, plain in ((run, matmul), (gradient(run), gradient(matmul))):
         assert_equal(jax.jit(ours)(*sharded), jax.jit(plain)(*operands))
     assert collectives(run, *sharded) == {}
+
+
+def _experts(x: jax.Array, w: jax.Array, **axes: str) -> jax.Array:
+    return moe.layer(x, w[0, :, :4], None, w, w.swapaxes(1, 2), top_k=2, **axes)[0]
+
+
+def _attention(x: jax.Array, w: jax.Array, **axes: str) -> jax.Array:
+    q = jnp.einsum("bd,sde->bse", x, w)[:, :, None]
+    sharded = functools.partial(parallel.sharded_sdpa, **axes)
+    return (sharded if axes else jax_cudnn.sdpa)(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("function", "axes"),
+    [(_experts, {"expert_axis": "y"}), (_attention, {"axis": "y"})],
+)
+def test_a_shard_map_of_our_own_may_be_inside_of_another_one(
+    function: Callable[..., jax.Array], axes: dict[str, str]
+) -> None:
+    operands, specs = (draw(8, 6), draw(4, 6, 6)), (P("x"), P())
+    inside = jax.shard_map(
+        gradient(functools.partial(function, **axes)),
+        mesh=mesh_of(x=2, y=2),
+        in_specs=specs,
+        out_specs=specs,
+        axis_names={"x"},
+    )
+    want = jax.jit(gradient(function))(*operands)
+    assert_equal(jax.jit(inside)(*operands), want)
 
 
 def test_examples_that_are_sharded_in_their_types_have_gradients() -> None:

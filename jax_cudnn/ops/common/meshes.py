@@ -2,6 +2,7 @@
 """Meshes and their axes as arguments of functions over several devices."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,6 +99,19 @@ def check_axes(
 def device_count(mesh: Mesh | AbstractMesh, axis: AxisName | None) -> int:
     """Return the number of devices along an axis of a mesh, or along several."""
     return math.prod(mesh.shape[name] for name in names_in(axis))
+
+
+def by_operands(
+    mesh: Mesh | AbstractMesh, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function for `jax.shard_map` that may be inside of another one.
+
+    Its derivative reads operands only there: JAX's `shard_map` within another one that
+    is manual along some axes does not hand over other residuals (JAX 0.10 and 0.12).
+    """
+    if AxisType.Manual not in mesh.axis_types:
+        return function
+    return jax.checkpoint(function, prevent_cse=False)
 
 
 def typed_part(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> PartitionSpec:

@@ -278,7 +278,8 @@ _ODD = {
         (
             {"x": np.ones((6, 6)), "batch_axis": "data"},
             "moe.layer: x is f64[6,6]. Its axis 0 of size 6 is divided over ('data', "
-            "'expert'), which has 8 devices, and must be a multiple of that.",
+            "'expert'), which has 8 devices, and must be a multiple of that. Pad the "
+            "array, or use an axis of fewer devices.",
         ),
         (
             {"x": np.ones(6)},
@@ -286,7 +287,9 @@ _ODD = {
         ),
         (
             {"expert_axis": None, "tensor_axis": "expert", **_ODD},
-            "moe.layer: gate_w is f64[8,6,13]. Its axis 2 of size 13 is divided over",
+            "moe.layer: gate_w is f64[8,6,13]. Its axis 2 of size 13 is divided over "
+            "'expert', which has 4 devices, and must be a multiple of that. Use an "
+            "axis of fewer devices.",
         ),
     ],
 )

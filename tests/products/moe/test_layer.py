@@ -516,6 +516,15 @@ _layer = functools.partial(moe.layer, **_LAYER)
             TypeError,
             "moe.permutation: num_experts is str. It must be an int",
         ),
+        *(
+            (
+                lambda call=call: call(_X, moe.router(_X, jnp.ones((6, 5)), top_k=1)),
+                TypeError,
+                f"moe.{name}: permutation is Routing. It must be a moe.Permutation. "
+                "Pass moe.permutation(routing.experts, num_experts), with",
+            )
+            for name, call in (("permute", moe.permute), ("unpermute", moe.unpermute))
+        ),
         (
             lambda: _layer(top_k=2, activation="silo"),  # type: ignore[arg-type]
             ValueError,

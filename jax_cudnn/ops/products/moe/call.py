@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One device's work in a mixture of experts, and what is static of it."""
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,12 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.lowering import explicit_spec, is_explicitly_sharded, min_dim
+from jax_cudnn.lowering import (
+    explicit_spec,
+    is_explicitly_sharded,
+    min_dim,
+    vary_over,
+)
 from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.products.moe.arguments import check_weights
 from jax_cudnn.ops.products.moe.exchange import Exchange
@@ -143,7 +147,10 @@ def _of_all_devices(states: States, settings: Settings) -> States:
     """Return the largest of the devices' states: they differ by their newest amaxes."""
     axes = (*settings.expert, *settings.batch, *settings.tensor)
     known = {name: each for name, each in states.items() if each is not None}
-    largest = functools.partial(jax.lax.pmax, axis_name=axes)
+
+    def largest(x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(vary_over(x, axes), axes)
+
     return {
         # The cotangent's is the one that was given.
         name: state._replace(x=largest(state.x), w=largest(state.w)) if axes else state

@@ -190,7 +190,7 @@ def permute(x: ArrayLike, permutation: Permutation) -> jax.Array:
       (m, d), of x's dtype.
 
     Raises:
-      TypeError: `x` is no array.
+      TypeError: `x` is no array, or `permutation` no :class:`Permutation`.
       ValueError: `x` is not (t, d).
 
     Example:
@@ -201,6 +201,7 @@ def permute(x: ArrayLike, permutation: Permutation) -> jax.Array:
       Array([[2., 1., 3.]], dtype=float32)
     """
     tokens = as_operand("moe.permute", "x", x)
+    _check_permutation("moe.permute", permutation)
     if tokens.ndim != 2 or tokens.shape[0] != permutation.target.shape[0]:
         raise ValueError(
             f"moe.permute: x is {describe(tokens)}. It must be (tokens, width) for the "
@@ -232,7 +233,8 @@ def unpermute(
       (t, n), of the dtype of `rows`.
 
     Raises:
-      TypeError: `rows` or `weights` are no arrays.
+      TypeError: `rows` or `weights` are no arrays, or `permutation` is no
+        :class:`Permutation`.
       ValueError: `rows` are not (m, n), or `weights` not (t, k).
 
     Example:
@@ -243,6 +245,7 @@ def unpermute(
       Array([[1., 2., 3.]], dtype=float32)
     """
     found = as_operand("moe.unpermute", "rows", rows)
+    _check_permutation("moe.unpermute", permutation)
     m, shape = permutation.source.shape[0], permutation.target.shape
     if found.ndim != 2 or found.shape[0] != m:
         raise ValueError(
@@ -261,6 +264,15 @@ def unpermute(
     choices = collect(found, permutation.source, permutation.target)
     total = weighted(choices, shares, permutation.target < m)
     return total.astype(found.dtype)
+
+
+def _check_permutation(op: str, permutation: object) -> None:
+    if not isinstance(permutation, Permutation):
+        raise TypeError(
+            f"{op}: permutation is {type(permutation).__name__}. It must be a "
+            "moe.Permutation. Pass moe.permutation(routing.experts, num_experts), with "
+            "the routing of moe.router."
+        )
 
 
 def wide_dtype(*arrays: jax.Array) -> jnp.dtype:
@@ -300,9 +312,12 @@ def _spread_jvp(
     moved = tangents[0]
     # Wide, so that the transpose adds in f32.
     copies = jnp.repeat(moved.astype(wide_dtype(x)), target.shape[1], axis=0)
-    rows = jnp.zeros((source.shape[0], *x.shape[1:]), x.dtype)
+    found = spread(x, source, target)
+    # The zeros vary over devices as the result does: JAX's scatter of nothing returns
+    # them as they are.
+    rows = jnp.zeros_like(found)
     tangent = rows.at[target.reshape(-1)].add(copies.astype(x.dtype), mode="drop")
-    return spread(x, source, target), tangent
+    return found, tangent
 
 
 @jax.custom_jvp
@@ -316,7 +331,7 @@ def _collect_jvp(
     primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     rows, source, target = primals
-    choices = jnp.zeros((target.size, *rows.shape[1:]), rows.dtype)
+    found = collect(rows, source, target)
+    choices = jnp.zeros_like(found).reshape(target.size, *rows.shape[1:])
     tangent = choices.at[source].add(tangents[0], mode="drop")
-    shape = (*target.shape, *rows.shape[1:])
-    return collect(rows, source, target), tangent.reshape(shape)
+    return found, tangent.reshape(found.shape)

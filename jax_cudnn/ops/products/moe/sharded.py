@@ -10,7 +10,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from jax_cudnn.ops.common.arguments import describe
-from jax_cudnn.ops.common.meshes import check_axes, device_count, typed_part
+from jax_cudnn.ops.common.meshes import (
+    by_operands,
+    check_axes,
+    device_count,
+    typed_part,
+)
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
 from jax_cudnn.ops.products.moe.routing import Auxiliary
 from jax_cudnn.ops.products.moe.states import States
@@ -69,8 +74,9 @@ def _check_sizes(mesh: Mesh | AbstractMesh, name: str, x: jax.Array, spec: P) ->
             raise ValueError(
                 f"{OP}: {name} is {describe(x)}. Its axis {number} of size "
                 f"{x.shape[number]} is divided over {axis!r}, which has {count} "
-                "devices, and must be a multiple of that. Pad the array, or use an "
-                "axis of fewer devices."
+                "devices, and must be a multiple of that. "
+                + ("Pad the array, or use" if name == "x" else "Use")
+                + " an axis of fewer devices."
             )
 
 
@@ -87,7 +93,7 @@ def _program(
         return run(settings, dict(zip(names, arrays, strict=True)), states)
 
     sharded = jax.shard_map(
-        of_one_device,
+        by_operands(mesh, of_one_device),
         mesh=mesh,
         # Gradients by the states are added up over the devices.
         in_specs=(P(), *in_specs),
