@@ -24,6 +24,13 @@ def _as_it_is(x: jax.Array) -> jax.Array:
     return x
 
 
+def by_role(graph: Graph, operands: Sequence[jax.Array]) -> Env:
+    """Return the operands of a graph of one node by their roles."""
+    (node,) = graph.nodes
+    role_of = {name: role for role, name in node.inputs}
+    return {role_of[name]: x for name, x in zip(graph.inputs, operands, strict=True)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rare:
     """A first and a last step, for operands of which ``happens`` is true.

@@ -12,7 +12,13 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes, is_max_or_min
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legalization, Rewrite
+from jax_cudnn.legalize.common.legalization import (
+    XLA_ADVICE,
+    Arrays,
+    Legalization,
+    Rewrite,
+    around,
+)
 from jax_cudnn.legalize.products import conv, matmul, reduction
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
@@ -28,7 +34,6 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Rewrite, ...]]] = {
 # What ways are called: what surrounds the contraction is computed by XLA, or the sums
 # of its result within the kernel.
 ALONE, WITHIN = "alone", "sums within"
-_ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
@@ -55,7 +60,7 @@ def _legalize(graph: Graph) -> Legalization:
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)
         )
     if reasons := _refusals(graph):
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+        return Legalization(reasons=tuple(reasons), advice=XLA_ADVICE)
     if kinds[0] not in _CANDIDATES:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
@@ -199,22 +204,15 @@ def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
     pairs = zip(graph.output_tensors, wide.output_tensors, strict=True)
     converted = [tensor for tensor, other in pairs if tensor.dtype != other.dtype]
 
-    def with_conversion(way: Rewrite) -> Rewrite:
-        def after(
-            operands: Sequence[jax.Array], results: Sequence[jax.Array]
-        ) -> tuple[jax.Array, ...]:
-            return tuple(
-                x.astype(jax_dtype(tensor.dtype))
-                for x, tensor in zip(
-                    way.after(operands, results), graph.output_tensors, strict=True
-                )
-            )
+    def results(_: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
+        dtypes = (jax_dtype(tensor.dtype) for tensor in graph.output_tensors)
+        return tuple(x.astype(dtype) for x, dtype in zip(made, dtypes, strict=True))
 
-        notes = (f"{t.name} is converted to {t.dtype} by XLA" for t in converted)
-        return replace(way, after=after, notes=(*way.notes, *notes))
-
-    ways = tuple(map(with_conversion, legalization.candidates))
-    return replace(legalization, candidates=ways)
+    notes = tuple(f"{t.name} is converted to {t.dtype} by XLA" for t in converted)
+    ways = (
+        around(way, results=results, notes=notes) for way in legalization.candidates
+    )
+    return replace(legalization, candidates=tuple(ways))
 
 
 _Ways = Callable[[Graph], tuple[Rewrite, ...]]
@@ -312,14 +310,12 @@ def _wrap(
     wanted = [name for name in graph.outputs if name not in middle.outputs]
     tail = _part(by_name, last, wanted) if wanted else None
 
-    def before(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def before(operands: Sequence[jax.Array]) -> Arrays:
         values = dict(zip(graph.inputs, operands, strict=True))
         _run(head, values)
         return way.before([values[name] for name in middle.inputs])
 
-    def after(
-        operands: Sequence[jax.Array], results: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
         values = dict(zip(graph.inputs, operands, strict=True))
         # Behind `first`, a way is an editor's, whose steps read no operands.
         given = () if first else [values[name] for name in middle.inputs]
