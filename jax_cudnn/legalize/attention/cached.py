@@ -45,7 +45,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _edited(editor: GraphEditor) -> Rewrite:
-    run_passes(editor, "cached", None)
+    run_passes(editor, "cached")
     return editor.finish()
 
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Attributes, DTypeName, Graph, Node, Tensor, is_anchor
+from jax_cudnn.graph import (
+    Attributes,
+    DTypeName,
+    Graph,
+    Node,
+    Target,
+    Tensor,
+    is_anchor,
+)
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
 from jax_cudnn.legalize.common.legalization import After, Arrays, Before, Rewrite, Usual
@@ -50,7 +58,8 @@ class GraphEditor:
 
     ``before`` steps edit the operands, in order. ``after`` steps edit the results, the
     last added first, and get the original operands as well. ``rare`` is around these.
-    ``operands`` and ``results`` are what the original graph takes and gives.
+    ``operands`` and ``results`` are what the original graph takes and gives. ``target``
+    is the GPU that it is for; None where that is not known, or does not matter.
     """
 
     tensors: dict[str, Tensor]
@@ -63,6 +72,7 @@ class GraphEditor:
     after: list[_AfterStep] = field(default_factory=lambda: [])
     rare: Rare | None = None
     notes: list[str] = field(default_factory=lambda: [])
+    target: Target | None = None
 
     @classmethod
     def of(cls, graph: Graph) -> "GraphEditor":
@@ -77,7 +87,7 @@ class GraphEditor:
         )
 
     @classmethod
-    def by_role(cls, graph: Graph) -> "GraphEditor":
+    def by_role(cls, graph: Graph, target: Target | None = None) -> "GraphEditor":
         """Start from a graph of one node; its tensors are named and sorted by role."""
         (node,) = graph.nodes
         roles = roles_in(graph, node)
@@ -96,6 +106,7 @@ class GraphEditor:
             outputs=outputs,
             operands=tuple(role_of[name] for name in graph.inputs),
             results=tuple(role_of[name] for name in graph.outputs),
+            target=target,
         )
 
     # --- the graph --------------------------------------------------------------------
