@@ -216,8 +216,8 @@ def _say_once(call: str, reasons: tuple[str, ...]) -> None:
     _log.info("%s runs with XLA: %s", call, "; ".join(reasons))
 
 
-def _xla_program(graph: Graph, options: Options) -> Callable[..., Sequence[jax.Array]]:
-    return lambda *operands: run_xla(graph, operands, options)
-
-
-set_lowering("cuda", cuda_program, _xla_program)
+set_lowering(
+    "cuda",
+    cuda_program,
+    lambda graph, options: lambda *operands: run_xla(graph, operands, options),
+)

@@ -27,6 +27,7 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.walks import graph_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor, by_role
 from jax_cudnn.legalize.common.legalization import (
     XLA_ADVICE,
@@ -211,13 +212,9 @@ def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Rewrit
 def _gradients_of(graph: Graph, outputs: Mapping[str, str]) -> Graph:
     """Return the graph of some of a gradient's results."""
     (node,) = graph.nodes
-    names = {*graph.inputs, *outputs.values()}
-    return Graph(
-        tensors=tuple(t for t in graph.tensors if t.name in names),
-        nodes=(Node.make(node.kind, dict(node.inputs), outputs, node.attributes),),
-        inputs=graph.inputs,
-        outputs=tuple(name for name in graph.outputs if name in names),
-    )
+    some = Node.make(node.kind, dict(node.inputs), outputs, node.attributes)
+    names = [name for name in graph.outputs if name in outputs.values()]
+    return graph_of(graph.tensors, [some], names, graph.inputs)
 
 
 def _composed(
