@@ -117,6 +117,16 @@ class Measured:
             families[family_of(kernel.name)].append((kernel, ratio))
         self._families: Mapping[str, Sequence[tuple[Kernel, float]]] = families
 
+    def near(
+        self, kernel: Kernel, engine: int | None = None
+    ) -> Iterator[tuple[float, float]]:
+        """Yield the distances and ratios of those that say something of a kernel.
+
+        The ratios are of an engine, if one is given and it was timed, and otherwise of
+        cuDNN's first plan.
+        """
+        return (each.by(engine) for each in self.near_kernels(kernel))
+
     def near_kernels(self, kernel: Kernel) -> Iterator[Near]:
         """Yield those that say something of a kernel."""
         for each, ratio in self._families.get(family_of(kernel.name), ()):
@@ -124,6 +134,10 @@ class Measured:
             if apart <= FAR:
                 apart += between_names(kernel.name, each.name)
                 yield Near(apart, ratio, each.engines)
+
+    def verdict(self, kernel: Kernel, engine: int | None = None) -> Verdict | None:
+        """Return what is known of a kernel, None where too few are near it."""
+        return verdict_of((*each, 0) for each in self.near(kernel, engine))
 
 
 def verdict_of(

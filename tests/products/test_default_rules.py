@@ -26,11 +26,9 @@ from jax_cudnn.policy import evidence, ranked
 from jax_cudnn.policy.nearest import (
     Kernel,
     Measured,
-    Verdict,
     between_names,
     between_sizes,
     cost_of,
-    verdict_of,
 )
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
@@ -39,13 +37,6 @@ from tests.native.readers import parse_request
 pytestmark = pytest.mark.once
 
 _TABLES = tables_for(None)
-
-
-def _verdict(
-    known: Measured, kernel: Kernel, engine: int | None = None
-) -> Verdict | None:
-    near = known.near_kernels(kernel)
-    return verdict_of((*each.by(engine), 0) for each in near)
 
 
 def _slower(part: Graph) -> str:
@@ -281,7 +272,7 @@ def test_the_nearest_kernels_decide() -> None:
     near = [(kernel(depth=64 + i), 0.8) for i in range(8)]
     far = [(kernel(depth=512 + i), 1.5) for i in range(8)]
     known = Measured([*near, *far])
-    here, there = _verdict(known, kernel()), _verdict(known, kernel(depth=512))
+    here, there = known.verdict(kernel()), known.verdict(kernel(depth=512))
     assert here is not None
     assert here.is_faster
     assert (here.ratio, here.count, here.losses) == (pytest.approx(0.8), 8, 0)
@@ -294,7 +285,7 @@ def test_a_mean_weighs_near_ones_more() -> None:
     known = Measured(
         [(kernel(), 0.5), (kernel(depth=640), 1.04), (kernel(depth=640), 1.0)]
     )
-    found = _verdict(known, kernel())
+    found = known.verdict(kernel())
     assert found is not None
     far = 1 / (0.5 + math.log(10))
     logs = 2 * math.log(0.5) + far * math.log(1.04)
@@ -304,7 +295,7 @@ def test_a_mean_weighs_near_ones_more() -> None:
 
 def test_a_loss_counts_more_than_a_win_and_no_single_one_decides() -> None:
     def is_faster(*ratios: float) -> bool:
-        verdict = _verdict(Measured((kernel(), r) for r in ratios), kernel())
+        verdict = Measured((kernel(), r) for r in ratios).verdict(kernel())
         assert verdict is not None
         return verdict.is_faster
 
@@ -326,7 +317,7 @@ def test_an_engine_is_judged_by_its_own_times() -> None:
     assert [*known.near_kernels(kernel(depth=64 * 21))] == []
 
     def ratio(engine: int) -> float:
-        found = _verdict(known, kernel(), engine)
+        found = known.verdict(kernel(), engine)
         assert found is not None
         return found.ratio
 
@@ -342,23 +333,23 @@ def test_an_engine_is_judged_by_its_own_times() -> None:
 def test_families_are_judged_apart_and_too_few_say_nothing() -> None:
     slow = [(kernel(), 2.0)] * 3
     few = kernel("matmul, f32, more, few rows")
-    assert _verdict(Measured(slow), few) is None
-    assert _verdict(Measured(slow), kernel("matmul, 16 bits, more")) is None
-    assert _verdict(Measured(slow), kernel("matmul, f32, alone")) is not None
-    assert _verdict(Measured(slow[:2]), kernel()) is None
-    assert _verdict(Measured([(few, 0.5)] * 3), few) is not None
+    assert Measured(slow).verdict(few) is None
+    assert Measured(slow).verdict(kernel("matmul, 16 bits, more")) is None
+    assert Measured(slow).verdict(kernel("matmul, f32, alone")) is not None
+    assert Measured(slow[:2]).verdict(kernel()) is None
+    assert Measured([(few, 0.5)] * 3).verdict(few) is not None
     groups = "conv_fprop, 16 bits, alone, 2 axes, groups"
     kept = [(kernel(groups), 2.0)] * 3
-    assert _verdict(Measured(kept), kernel(groups.replace("2", "3"))) is not None
+    assert Measured(kept).verdict(kernel(groups.replace("2", "3"))) is not None
     for way in ("padded", "merged", "one group"):
-        assert _verdict(Measured(kept), kernel(f"{groups}, {way}")) is None
+        assert Measured(kept).verdict(kernel(f"{groups}, {way}")) is None
 
 
 def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:
     known = Measured([(kernel("matmul, f32, alone"), 2.0)] * 3)
     # By its sizes alone, however its class differs.
-    assert _verdict(known, kernel(rows=64 * 20)) is not None
-    assert _verdict(known, kernel(rows=64 * 21)) is None
+    assert known.verdict(kernel(rows=64 * 20)) is not None
+    assert known.verdict(kernel(rows=64 * 21)) is None
     (part,) = parts_of(jax_cudnn.matmul, array(5, 24), array(24, 8))
     assert _slower(part) == ""
     assert decide_part(part, None, Options()).runs_on == "cudnn"
@@ -375,10 +366,10 @@ def test_the_file_is_read_whole_and_its_kernels_are_known_by_the_others() -> Non
     ours = [(kernel(*each[:4]), each[4]) for each in entries]
     for i in range(0, len(ours), 97):
         others = Measured([*ours[:i], *ours[i + 1 :]])
-        assert _verdict(others, ours[i][0]) is not None
+        assert others.verdict(ours[i][0]) is not None
     every = evidence.kernels(_TABLES.about("kernels"))
     plain, fused = (
-        _verdict(every, kernel(f"matmul, 16 bits, {tail}", 4096, 4096, 4096))
+        every.verdict(kernel(f"matmul, 16 bits, {tail}", 4096, 4096, 4096))
         for tail in ("alone", "more")
     )
     assert plain is not None

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_cudnn.graph import Graph, is_anchor
-from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in
 from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.legalize.products.fusion import WITHIN
@@ -84,8 +83,7 @@ def point_of(part: Graph, way: Rewrite) -> Kernel | None:
     node = contraction_in(graph)
     if node.kind not in TRIPLES or not conv_depthwise.is_depthwise(graph, node):
         return None
-    roles = roles_in(graph, node)
-    _, w, output = (roles[role] for role in TRIPLES[node.kind])
+    _, w, output = arrays_in(graph, node)
     channels, _, *window = w.dims
     bits = "16 bits" if output.dtype in NARROW else output.dtype
     words = [node.kind, bits, "depthwise", f"{len(window)} axes"]
