@@ -80,14 +80,14 @@ def hide_dead_rows(editor: GraphEditor) -> None:
                 continue
             positions = _positions(tensors[sequence].dims[2])
             is_inside = positions < to_logical(tensors[length], env[length])
-            for role in _GRADIENTS_ALONG[sequence]:
+            for role in GRADIENTS_ALONG[sequence]:
                 if role in results:
                     results[role] = where_logical(
                         tensors[role], is_inside, results[role], 0
                     )
         if leaves_keys and "query_lengths" in env:
             count = to_logical(tensors["query_lengths"], env["query_lengths"])
-            for role in _GRADIENTS_ALONG["key"]:
+            for role in GRADIENTS_ALONG["key"]:
                 if role in results:
                     results[role] = where_logical(
                         tensors[role], count > 0, results[role], 0
@@ -97,7 +97,8 @@ def hide_dead_rows(editor: GraphEditor) -> None:
     editor.after.append(after)
 
 
-_GRADIENTS_ALONG = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
+# The gradients along the queries, and along the keys.
+GRADIENTS_ALONG = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
 
 
 def _positions(count: int) -> jax.Array:

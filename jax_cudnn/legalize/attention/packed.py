@@ -15,7 +15,11 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.legalize.attention.masks import DEAD_STATS, where_logical
+from jax_cudnn.legalize.attention.masks import (
+    DEAD_STATS,
+    GRADIENTS_ALONG,
+    where_logical,
+)
 from jax_cudnn.legalize.attention.operands import (
     attributes_in,
     by_other_operands,
@@ -45,7 +49,6 @@ _WITH_OFFSETS = {
     "output": ("output", "grad_output"),
     "stats": ("stats", "max_logit"),
 }
-_GRADIENTS = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
 
 
 def by_packing(
@@ -112,7 +115,9 @@ def _most_padding(query: Tensor, value: Tensor) -> float:
 
 def _count(roles: Mapping[str, Tensor]) -> int:
     found = [
-        roles[f"{kind}_lengths"] for kind in _GRADIENTS if f"{kind}_lengths" in roles
+        roles[f"{kind}_lengths"]
+        for kind in GRADIENTS_ALONG
+        if f"{kind}_lengths" in roles
     ]
     return max((tensor.dims[1] for tensor in found), default=1)
 
@@ -131,7 +136,7 @@ def pack_tokens(editor: GraphEditor) -> None:
         if len(editor.tensors[role].dims) == 4 and role not in _COUNTS:
             editor.reorder(role, _BSHD)
     tensors = dict(editor.tensors)
-    sizes = {kind: tensors[kind].dims[2] for kind in _GRADIENTS}
+    sizes = {kind: tensors[kind].dims[2] for kind in GRADIENTS_ALONG}
     attributes = attributes_of(editor)
 
     def before(env: Env) -> None:
@@ -145,7 +150,7 @@ def pack_tokens(editor: GraphEditor) -> None:
         seen = _seen(attributes, tensors, env)
         for kind, spans in seen.items():
             is_live = sequences.is_inside(sizes[kind], spans)
-            fills = dict.fromkeys(_GRADIENTS[kind], 0.0)
+            fills = dict.fromkeys(GRADIENTS_ALONG[kind], 0.0)
             if kind == "query":
                 fills |= {"output": 0.0, "stats": -math.inf, "max_logit": -math.inf}
             for role, fill in fills.items():
@@ -172,7 +177,7 @@ def put_offsets(editor: GraphEditor) -> None:
     for role in ("query_starts", "key_starts"):
         if role in tensors:
             editor.drop(role)
-    for kind in _GRADIENTS:
+    for kind in GRADIENTS_ALONG:
         editor.put_operand(
             Tensor(
                 name=f"{kind}_lengths",
@@ -194,7 +199,7 @@ def put_offsets(editor: GraphEditor) -> None:
                     order=(0, 1, 2, 3),
                 )
             )
-    sizes = {kind: tensors[kind].dims[2] for kind in _GRADIENTS}
+    sizes = {kind: tensors[kind].dims[2] for kind in GRADIENTS_ALONG}
     longest = attributes.longest or tuple(sizes.values())
     longest = tuple(
         rounded_up(max(min(most, size), 1), _LENGTH_MULTIPLE)
@@ -229,7 +234,7 @@ def _seen(
     arrays = {
         role: to_logical(tensors[role], env[role]) for role in _COUNTS if role in env
     }
-    shaped = {kind: _Shaped(tensors[kind].dims) for kind in _GRADIENTS}
+    shaped = {kind: _Shaped(tensors[kind].dims) for kind in GRADIENTS_ALONG}
     queries, keys = sequences.spans(attributes, {**arrays, **shaped})  # type: ignore[arg-type]
     left, right = _bounds(attributes)
     more = jnp.zeros((), jnp.int32)
