@@ -56,7 +56,7 @@ class Kernel:
             if step is None:
                 return
             self._plan_others(step)
-            run = functools.partial(by_cudnn, step)
+            run = functools.partial(run_cudnn, step)
             self.programs["cudnn"] = compile_over_sets(run, self._operands.types)
             run = functools.partial(by_xla, self.part)
             self.programs["xla"] = compile_over_sets(run, self._operands.types)
@@ -139,11 +139,6 @@ def _kernel_of(candidate: native.Candidate) -> str:
     """Return the knob of an engine that is asked for one of its kernels, else ""."""
     names = [name for name, _ in candidate.knobs]
     return json.dumps(dict(candidate.knobs)) if names == ["KERNEL_CFG"] else ""
-
-
-def by_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Return the results of a part by a plan of cuDNN's."""
-    return run_cudnn(step, operands)
 
 
 def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:

@@ -57,6 +57,8 @@ class Derivative:
 # Writes the cotangent of one input role of a node, given that of its output; None
 # where it is zero everywhere.
 Vjp = Callable[["GradientWriter", Node, str, str], str | None]
+# Raises GraphError for what a row cannot say of a node's tensors and attributes.
+Check = Callable[[Roles, Attributes], None]
 
 
 def _nothing(roles: Roles) -> frozenset[str]:
@@ -77,7 +79,7 @@ class NodeKind:
 
     row: Description
     attributes: type[Attributes]
-    check: Callable[[Roles, Attributes], None] | None = None
+    check: Check | None = None
     derivative: Derivative | None = None
     vjp: Vjp | None = None
     has_vjp: Callable[[Attributes], bool] = lambda _: True

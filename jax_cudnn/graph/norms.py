@@ -23,12 +23,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import describe
-from jax_cudnn.graph.kinds import NodeKind, Roles, kind_named, register_kind
+from jax_cudnn.graph.kinds import Roles, kind_named
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import (
-    gradient_kernel,
+    register_with_gradient,
     single_node_graph,
 )
 
@@ -101,19 +100,6 @@ def _check(roles: Roles, attributes: Attributes) -> None:
 
 
 for _name in NORMALISED:
-    register_kind(
-        NodeKind(
-            row=describe(_name),
-            attributes=NormAttributes,
-            check=_check,
-            derivative=gradient_kernel(f"{_name}_backward"),
-        )
-    )
-    register_kind(
-        NodeKind(
-            row=describe(f"{_name}_backward"),
-            attributes=NormAttributes,
-            gradient_of=_name,
-            cancelled=_cancelled(_name),
-        )
+    register_with_gradient(
+        _name, NormAttributes, check=_check, cancelled=_cancelled(_name)
     )

@@ -65,6 +65,12 @@ class ReductionAttributes(Attributes):
     mode: str
 
 
+def copying(source: str, name: str) -> Node:
+    """Return a node that makes a tensor of another one, in its own dtype and order."""
+    attributes = PointwiseAttributes(mode="identity")
+    return Node.make("pointwise", {"a": source}, {"output": name}, attributes)
+
+
 def is_max_or_min(node: Node) -> bool:
     """Whether a node takes the largest or the smallest of some elements."""
     attributes = node.attributes

@@ -18,7 +18,7 @@ from jax_cudnn.graph.kinds import NodeKind, register_kind
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import (
-    gradient_kernel,
+    register_with_gradient,
     single_node_graph,
 )
 
@@ -56,20 +56,7 @@ def pool_graph(x: Tensor, *, attributes: PoolAttributes) -> Graph:
     return single_node_graph(kind.name, inputs, outputs, attributes)
 
 
-AVG_POOL = register_kind(
-    NodeKind(
-        row=describe("avg_pool"),
-        attributes=AvgPoolAttributes,
-        derivative=gradient_kernel("avg_pool_backward"),
-    )
-)
-AVG_POOL_BACKWARD = register_kind(
-    NodeKind(
-        row=describe("avg_pool_backward"),
-        attributes=AvgPoolAttributes,
-        gradient_of="avg_pool",
-    )
-)
+AVG_POOL = register_with_gradient("avg_pool", AvgPoolAttributes)
 MAX_POOL = register_kind(
     NodeKind(row=describe("max_pool"), attributes=MaxPoolAttributes)
 )

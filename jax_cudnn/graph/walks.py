@@ -6,7 +6,7 @@ The nodes are a graph's, or some of them, in the order in which they run.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jax_cudnn.graph.spec import Node
+from jax_cudnn.graph.spec import Graph, Node, Tensor
 
 
 def made_by(nodes: Iterable[Node]) -> set[str]:
@@ -62,3 +62,24 @@ def origins(
         found[node] = own.union(*above)
         of_tensor |= dict.fromkeys((name for _, name in node.outputs), found[node])
     return found
+
+
+def graph_of(
+    tensors: Iterable[Tensor],
+    nodes: Sequence[Node],
+    outputs: Iterable[str],
+    order: Iterable[str] = (),
+) -> Graph:
+    """Return the graph of some nodes; its operands are what they read and do not make.
+
+    They are in the given order, and those that it lacks are sorted by name.
+    """
+    made, read = made_by(nodes), read_by(nodes)
+    operands = read - made
+    first = [name for name in order if name in operands]
+    return Graph(
+        tensors=tuple(tensor for tensor in tensors if tensor.name in made | read),
+        nodes=tuple(nodes),
+        inputs=(*first, *sorted(operands.difference(first))),
+        outputs=tuple(outputs),
+    )

@@ -14,6 +14,7 @@ from jax_cudnn.graph import Graph, Node, is_anchor
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcasts_to
 from jax_cudnn.graph.walks import (
     following,
+    graph_of,
     leading_to,
     made_by,
     origins,
@@ -125,13 +126,4 @@ def subgraph(
     kept = leading_to(nodes, outputs)
     if not kept:
         return None
-    read = read_by(kept) - made_by(nodes)
-    inputs = [name for name in graph.inputs if name in read]
-    inputs += sorted(read.difference(graph.inputs))
-    kept_names = {*inputs, *made_by(kept)}
-    return Graph(
-        tensors=tuple(t for t in graph.tensors if t.name in kept_names),
-        nodes=tuple(kept),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-    )
+    return graph_of(graph.tensors, kept, outputs, graph.inputs)

@@ -19,7 +19,7 @@ from jax_cudnn.legalize.common.images import (
     add_spatial_axis,
     store_channels_last,
 )
-from jax_cudnn.legalize.common.legalization import Legalization
+from jax_cudnn.legalize.common.legalization import XLA_ADVICE, Legalization
 from jax_cudnn.reference.interpreter import evaluate
 from jax_cudnn.reference.pooling import elements_in_windows
 
@@ -29,9 +29,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     del target  # What a GPU lacks, cuDNN says itself.
     editor = GraphEditor.by_role(graph)
     if reasons := _refusals(editor):
-        return Legalization(
-            reasons=reasons, advice='Pass implementation="xla" or "auto".'
-        )
+        return Legalization(reasons=reasons, advice=XLA_ADVICE)
     add_spatial_axis(editor)
     _cut(editor)
     store_channels_last(editor)

@@ -6,7 +6,7 @@ import math
 from jax_cudnn.graph import Graph, Node
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.graph.products.conv import TRIPLES
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in
 from jax_cudnn.graph.walks import leading_to, read_by
 from jax_cudnn.limits.rows import ALL_VERSIONS, Limit, always
 
@@ -27,7 +27,7 @@ def _is_3d(graph: Graph, node: Node, *dtypes: str) -> bool:
 
 
 def _is_narrow_3d(graph: Graph, node: Node) -> bool:
-    w = roles_in(graph, node)[TRIPLES[node.kind][1]]
+    _, w, _ = arrays_in(graph, node)
     return _is_3d(graph, node, "bf16", "f16") and {*w.dims[2:]} != {1}
 
 
@@ -36,8 +36,7 @@ def _is_f32_3d(graph: Graph, node: Node) -> bool:
 
 
 def _is_large_depthwise(graph: Graph, node: Node) -> bool:
-    roles = roles_in(graph, node)
-    x, w, output = (roles[role] for role in TRIPLES[node.kind])
+    x, w, output = arrays_in(graph, node)
     is_depthwise = w.dims[1] == 1 < x.dims[1]
     return is_depthwise and max(math.prod(x.dims), math.prod(output.dims)) >= 2**31
 

@@ -17,6 +17,7 @@ from jax_cudnn.lowering.differentiation import (
     split_operands,
 )
 from jax_cudnn.lowering.fold import Fold, fold_graph
+from jax_cudnn.lowering.linear import with_values
 from jax_cudnn.lowering.primitives import (
     graph_p,
     linear_p,
@@ -105,12 +106,8 @@ def _batch_of_parts(
     options: Options,
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Run a graph of several kernels, each of which folds its examples by itself."""
-
-    def kernel(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        return run_graph(part, operands, options)
-
-    def around(part: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return run_reference(part, operands, options)
+    kernel = functools.partial(run_graph, options=options)
+    around = functools.partial(run_reference, options=options)
 
     def each(*operands: jax.Array) -> list[jax.Array]:
         return run_parts(graph, operands, kernel, around)
@@ -161,18 +158,12 @@ def _batch_without_fold(
             x if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis in zip(args, axes, strict=True)
         ]
-        is_batched = [axis is not None for axis in axes]
+        batched = [i for i, axis in enumerate(axes) if axis is not None]
 
         def one(examples: list[jax.Array]) -> list[jax.Array]:
-            remaining = iter(examples)
-            operands = [
-                next(remaining) if is_in else x
-                for x, is_in in zip(moved, is_batched, strict=True)
-            ]
-            return run_graph(graph, operands, options)
+            return run_graph(graph, with_values(moved, batched, examples), options)
 
-        examples = [x for x, is_in in zip(moved, is_batched, strict=True) if is_in]
-        results = jax.lax.map(one, examples)
+        results = jax.lax.map(one, [moved[i] for i in batched])
     return list(results), [0] * len(results)
 
 

@@ -72,15 +72,13 @@ def run_step(
 ) -> Sequence[jax.Array]:
     """Return the part's results by whoever runs it."""
     if step.contender:
-        return run_contender(step, operands)
+        return run_contender(step, *operands)
     if step.rewrite is None:
         return run_xla(step.part, operands, options)
-    return run_cudnn(step, operands)
+    return run_cudnn(step, *operands)
 
 
-def run_contender(
-    step: PartDecision, operands: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
+def run_contender(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     """Return the part's results by a contender, which works on logical axes.
 
     Raises:
@@ -154,7 +152,7 @@ def _read_by_sums(graph: Graph) -> dict[str, Keep]:
     }
 
 
-def run_cudnn(step: PartDecision, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     """Return the part's results by cuDNN, with the array work before and after it."""
     assert step.rewrite is not None, "XLA runs the others"
     run = _run_cudnn if step.rewrite.usual is None else _run_shared
@@ -216,8 +214,8 @@ def _say_once(call: str, reasons: tuple[str, ...]) -> None:
     _log.info("%s runs with XLA: %s", call, "; ".join(reasons))
 
 
-def _xla_program(graph: Graph, options: Options) -> Callable[..., Sequence[jax.Array]]:
-    return lambda *operands: run_xla(graph, operands, options)
-
-
-set_lowering("cuda", cuda_program, _xla_program)
+set_lowering(
+    "cuda",
+    cuda_program,
+    lambda graph, options: lambda *operands: run_xla(graph, operands, options),
+)

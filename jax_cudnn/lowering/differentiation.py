@@ -21,7 +21,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, added_first, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.linear import jvp_where_nonzero
+from jax_cudnn.lowering.linear import jvp_where_nonzero, with_values
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
 from jax_cudnn.lowering.sharding.array_types import struct_of, typed_like
 
@@ -132,17 +132,14 @@ def _reference_tangents(
     tangents: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
     """Return the derivative of the reference at `primals` along `tangents`."""
-    moving = [x for x, is_wanted in zip(primals, wanted, strict=True) if is_wanted]
+    places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
 
     def function(*moving: jax.Array) -> tuple[jax.Array, ...]:
-        remaining = iter(moving)
-        operands = [
-            next(remaining) if is_wanted else x
-            for x, is_wanted in zip(primals, wanted, strict=True)
-        ]
+        operands = with_values(primals, places, moving)
         return run_by_reference(graph, operands, options)
 
-    return jax.jvp(function, tuple(moving), tuple(tangents))[1]
+    moving = tuple(primals[i] for i in places)
+    return jax.jvp(function, moving, tuple(tangents))[1]
 
 
 def linear_by_reference(
@@ -246,9 +243,7 @@ def _graph_transpose(
     linear = [i for i, x in enumerate(args) if _jax.is_linear_input(x)]
 
     def function(*moving: jax.Array) -> tuple[jax.Array, ...]:
-        operands = list(args)
-        for index, value in zip(linear, moving, strict=True):
-            operands[index] = value
+        operands = with_values(args, linear, moving)
         return run_by_reference(graph, operands, options)
 
     shapes = (struct_of(args[i].aval) for i in linear)

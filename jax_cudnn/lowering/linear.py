@@ -72,6 +72,16 @@ def _avals(*args: Any, function: LinearFunction, counts: tuple[int, int]) -> lis
     return [_jax.output_aval(x.shape, x.dtype, args, x.sharding.spec) for x in results]
 
 
+def with_values(
+    operands: Sequence[Any], places: Sequence[int], values: Sequence[jax.Array]
+) -> list[Any]:
+    """Return operands with other values at some places."""
+    found = list(operands)
+    for place, value in zip(places, values, strict=True):
+        found[place] = value
+    return found
+
+
 def jvp_where_nonzero(
     function: Callable[..., Sequence[jax.Array]],
     primals: Sequence[jax.Array],
@@ -83,15 +93,8 @@ def jvp_where_nonzero(
         for i, tangent in enumerate(tangents)
         if not (_jax.is_zero(tangent) or isinstance(tangent, SymbolicZero))
     ]
-
-    def along(*values: jax.Array) -> Sequence[jax.Array]:
-        args = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            args[i] = value
-        return function(*args)
-
     return jax.jvp(
-        along,
+        lambda *values: function(*with_values(primals, moving, values)),
         tuple(primals[i] for i in moving),
         tuple(tangents[i] for i in moving),
     )

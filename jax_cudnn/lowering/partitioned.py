@@ -142,10 +142,7 @@ def _can_divide() -> bool:
 
 def _run_typed(*operands: jax.Array, graph: Graph, options: Options) -> list[jax.Array]:
     """Run a graph in parts that the types of its operands say."""
-
-    def kernel(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return run_graph(part, arguments, options)
-
+    kernel = functools.partial(run_graph, options=options)
     return run_explicit(graph, operands, kernel, kernel, options)
 
 

@@ -78,6 +78,7 @@ def run_graph(
         # Each device computes nothing, or zeros.
         operands = [gathered(x) for x in operands]
     operands = _jax.align_varying(unmerged(graph, operands))
+    around = functools.partial(run_reference, options=options)
 
     def typed(
         graph: Graph,
@@ -106,9 +107,6 @@ def run_graph(
             if may_gather or types.is_settled:
                 operands = typed(graph, operands, types, graph.inputs)
         return graph_p.bind(*operands, graph=graph, options=options)
-
-    def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return run_reference(graph, operands, options)
 
     is_explicit = any(map(is_explicitly_sharded, operands))
     if is_explicit and not is_one_kernel(graph):
@@ -157,9 +155,7 @@ def run_by_reference(
     graph: Graph, operands: Sequence[jax.Array], options: Options
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results by the reference, divided as operands' types say."""
-
-    def run(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return run_reference(graph, operands, options)
+    run = functools.partial(run_reference, options=options)
 
     def kernel(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         # So that its derivative reads operands only. JAX's `shard_map` within another

@@ -204,9 +204,7 @@ class _Saved:
         if rest is None:
             return cls.all_of(equation)
         read = tuple(name for name in graph.inputs if name in rest.inputs)
-
-        def around(part: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return run_reference(part, operands, options)
+        around = functools.partial(run_reference, options=options)
 
         def others(saved: list[Any], operands: list[Any]) -> dict[int, Any]:
             values = dict(zip((*names, *read), (*saved, *operands), strict=True))

@@ -18,7 +18,7 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.graph.kinds import roles_in, row_of
 from jax_cudnn.graph.shapes import check_tensors, resized
-from jax_cudnn.graph.walks import read_by, sources
+from jax_cudnn.graph.walks import graph_of, read_by, sources
 from jax_cudnn.lowering.decision import precision_refusal
 
 
@@ -165,13 +165,11 @@ def _of_results(part: Graph, options: Options) -> Iterator[Change]:
         name = names.pop("grad_bias")
         yield Change(
             words="do without the gradient of the bias (jax.lax.stop_gradient)",
-            part=Graph(
-                tensors=tuple(t for t in part.tensors if t.name != name),
-                nodes=(
-                    Node.make(node.kind, dict(node.inputs), names, node.attributes),
-                ),
-                inputs=part.inputs,
-                outputs=tuple(n for n in part.outputs if n != name),
+            part=graph_of(
+                part.tensors,
+                [Node.make(node.kind, dict(node.inputs), names, node.attributes)],
+                [each for each in part.outputs if each != name],
+                part.inputs,
             ),
             options=options,
         )

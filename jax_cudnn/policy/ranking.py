@@ -11,6 +11,7 @@ from jax_cudnn.policy import evidence, products
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.nearest import Kernel
 from jax_cudnn.policy.norms import Norm
+from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import Row, Table, Tables, tables_for
 
 
@@ -95,7 +96,7 @@ def _ranked(
     contraction = products.contraction_of(part, way)
     if contraction is None:
         return found
-    judged = None
+    graph, judged = contraction.graph, None
     if not found.slower:
         like = contraction.point(tables)
         judged = _by_kernels(like, way, target, tables, last=None)
@@ -104,12 +105,12 @@ def _ranked(
         point = like if judged is not None else point
     slow_engines = found.slow_engines
     if not is_known and not slow_engines:
-        slow_engines = contraction.slow_engines(target, tables)
+        slow_engines = kernels.slow_engines(graph, target, tables)
     engines_by = found.engines_by
     if not is_known and not engines_by:
-        engines_by = contraction.engines_source(target, tables)
+        engines_by = kernels.engines_source(graph, target, tables)
     if point is not None and not found.fast_engines:
-        own = contraction.own_engines(tables)
+        own = kernels.own_engines(graph, tables)
         by_kernels = {*evidence.slow_engines(point, tables)}.difference(own)
         slow_engines = tuple(sorted(by_kernels.union(slow_engines)))
         if by_kernels:
@@ -119,7 +120,7 @@ def _ranked(
         found,
         slower=found.slower if judged is None else judged.slower,
         slow_engines=slow_engines,
-        preference=contraction.preference(target, tables) or found.preference,
+        preference=kernels.preference(graph, target, tables) or found.preference,
         by=found.by if judged is None else judged.by,
         engines_by=engines_by,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
+from jax_cudnn.graph import NORMALISED, DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import accumulator, narrow_dtype
 from jax_cudnn.reference import norms, pointwise, pooling
@@ -32,10 +32,6 @@ Keep = Callable[[jax.Array], jax.Array]
 RULES: dict[str, Rule] = {
     "avg_pool": pooling.avg_pool,
     "avg_pool_backward": pooling.avg_pool_backward,
-    "adaptive_layer_norm": norms.forward("adaptive_layer_norm"),
-    "adaptive_layer_norm_backward": norms.backward("adaptive_layer_norm"),
-    "batch_norm": norms.forward("batch_norm"),
-    "batch_norm_backward": norms.backward("batch_norm"),
     "block_scaled_matmul": block_scaled.forward,
     "causal_conv1d": causal_conv1d.forward,
     "causal_conv1d_backward": causal_conv1d.backward,
@@ -43,22 +39,18 @@ RULES: dict[str, Rule] = {
     "conv_dgrad": contraction.conv_dgrad,
     "conv_fprop": contraction.conv_fprop,
     "conv_wgrad": contraction.conv_wgrad,
-    "group_norm": norms.forward("group_norm"),
-    "group_norm_backward": norms.backward("group_norm"),
     "grouped_matmul": grouped_matmul.forward,
     "grouped_matmul_backward": grouped_matmul.backward,
-    "layer_norm": norms.forward("layer_norm"),
-    "layer_norm_backward": norms.backward("layer_norm"),
     "matmul": contraction.matmul,
     "max_pool": pooling.max_pool,
     "pointwise": pointwise.pointwise,
     "reduction": pointwise.reduction,
-    "rms_norm": norms.forward("rms_norm"),
-    "rms_norm_backward": norms.backward("rms_norm"),
     "sdpa": qkv.forward,
     "sdpa_backward": qkv.backward,
     "sdpa_cached": cached.forward,
     "sdpa_f8": f8.forward,
+    **{kind: norms.forward(kind) for kind in NORMALISED},
+    **{f"{kind}_backward": norms.backward(kind) for kind in NORMALISED},
 }
 
 

@@ -147,7 +147,7 @@ class Contest:
         """
         races = [race for race in races if race.looks]
         ordered = [self._in_order(race) for race in races]
-        winners = [functools.partial(_run_cudnn, steps[0][0]) for steps in ordered]
+        winners = [functools.partial(run_cudnn, steps[0][0]) for steps in ordered]
         of_one = [functools.partial(self._compiled_error, run) for run in winners]
         of_sets = [functools.partial(self._compiled_over_sets, run) for run in winners]
         programs = yield [*of_one, *of_sets]
@@ -170,9 +170,7 @@ class Contest:
             if first_ratio is None:
                 first_ratio = race.first_us / us
             if step is not steps[0][0]:
-                over_sets = self._compiled_over_sets(
-                    functools.partial(_run_cudnn, step)
-                )
+                over_sets = self._compiled_over_sets(functools.partial(run_cudnn, step))
             program_us = self._time(over_sets, sets)
             if program_us is not None and (best is None or program_us < best[0]):
                 best = program_us, step
@@ -364,7 +362,7 @@ class Contest:
         for step, us in steps:
             self._check_time()
             if step is not steps[0][0]:
-                error_of = self._compiled_error(functools.partial(_run_cudnn, step))
+                error_of = self._compiled_error(functools.partial(run_cudnn, step))
             if agrees(step, error_of, example):
                 return step, us
         return None, math.inf
@@ -379,19 +377,11 @@ class Contest:
             step = PartDecision(
                 part=self._part, contender=contender.title, program=program
             )
-            run = functools.partial(_run_contender, step)
+            run = functools.partial(run_contender, step)
             with _failures_told(step):
                 us = self._time(self._compiled_over_sets(run), sets)
                 if us is not None and agrees(step, self._compiled_error(run), example):
                     yield contender.title, round(us, 2)
-
-
-def _run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
-    return run_cudnn(step, operands)
-
-
-def _run_contender(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
-    return run_contender(step, operands)
 
 
 def _digest_of(step: PartDecision) -> str:

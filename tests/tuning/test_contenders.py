@@ -174,7 +174,7 @@ def test_its_program_has_logical_axes_and_gives_what_the_part_does() -> None:
             for t in graph.input_tensors
         ]
         step = PartDecision(part=graph, contender="mine 1.2", program=program)
-        found = run_contender(step, operands)
+        found = run_contender(step, *operands)
         assert seen == [t.dims for t in graph.input_tensors]
         for one, two in zip(found, evaluate(graph, operands), strict=True):
             np.testing.assert_array_equal(one, two)
@@ -185,10 +185,10 @@ def test_other_results_than_the_parts_are_refused() -> None:
         part=_part(), contender="mine", program=lambda *xs: [xs[0].sum(0)]
     )
     with pytest.raises(ValueError, match=r"mine returns bfloat16\[8, 16\] for matmul"):
-        run_contender(step, [_X[None], _X.T[None]])
+        run_contender(step, _X[None], _X.T[None])
     step = PartDecision(part=_part(), contender="mine", program=lambda *_: [])
     with pytest.raises(ValueError, match="mine returns nothing for matmul"):
-        run_contender(step, [_X[None], _X.T[None]])
+        run_contender(step, _X[None], _X.T[None])
 
 
 def test_reports_name_it() -> None:

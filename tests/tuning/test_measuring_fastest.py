@@ -116,9 +116,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = SimpleNamespace(local_hardware_id=3, platform="gpu")
     ran = gpu.ran
 
-    def run_cudnn(
-        step: PartDecision, operands: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
         assert step.plan is not None
         ran.append(float(step.plan.engine))
         return gpu.run(step, operands)

@@ -40,12 +40,11 @@ from typing import Any
 
 from jax_cudnn.graph.attention.qkv import check_parts, part_tensor, parts_of
 from jax_cudnn.graph.attention.score_mod import Steps, check_score_mod
-from jax_cudnn.graph.description import describe
-from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.kinds import Roles
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import (
-    gradient_kernel,
+    register_with_gradient,
     single_node_graph,
 )
 
@@ -159,7 +158,7 @@ def sdpa_backward_graph(
     """
     roles = ["query", "key", "value", *gradients_of]
     outputs = {f"grad_{x}": replace(inputs[x], name=f"grad_{x}") for x in roles}
-    return single_node_graph(SDPA_BACKWARD.name, inputs, outputs, attributes)
+    return single_node_graph(f"{SDPA.name}_backward", inputs, outputs, attributes)
 
 
 def _check(roles: Roles, attributes: Attributes) -> None:
@@ -188,21 +187,10 @@ def _cancelled(roles: Roles) -> frozenset[str]:
     return frozenset(found & roles.keys())
 
 
-SDPA = register_kind(
-    NodeKind(
-        row=describe("sdpa"),
-        attributes=SdpaAttributes,
-        check=_check,
-        derivative=gradient_kernel("sdpa_backward"),
-    )
-)
-
-SDPA_BACKWARD = register_kind(
-    NodeKind(
-        row=describe("sdpa_backward"),
-        attributes=SdpaAttributes,
-        check=_check,
-        gradient_of="sdpa",
-        cancelled=_cancelled,
-    )
+SDPA = register_with_gradient(
+    "sdpa",
+    SdpaAttributes,
+    check=_check,
+    check_gradient=_check,
+    cancelled=_cancelled,
 )

@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import describe
-from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.kinds import Roles
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import (
-    gradient_kernel,
+    register_with_gradient,
     single_node_graph,
 )
 
@@ -56,19 +55,6 @@ def _check(roles: Roles, attributes: Attributes) -> None:
         )
 
 
-CAUSAL_CONV1D = register_kind(
-    NodeKind(
-        row=describe("causal_conv1d"),
-        attributes=CausalConvAttributes,
-        check=_check,
-        derivative=gradient_kernel("causal_conv1d_backward"),
-    )
-)
-CAUSAL_CONV1D_BACKWARD = register_kind(
-    NodeKind(
-        row=describe("causal_conv1d_backward"),
-        attributes=CausalConvAttributes,
-        check=_check,
-        gradient_of="causal_conv1d",
-    )
+CAUSAL_CONV1D = register_with_gradient(
+    "causal_conv1d", CausalConvAttributes, check=_check, check_gradient=_check
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.kinds import NodeKind, register_kind
-from jax_cudnn.graph.spec import Attributes, Node
+from jax_cudnn.graph.spec import Attributes, Graph, Node, Tensor
 from jax_cudnn.graph.windows import dilated
 
 if TYPE_CHECKING:
@@ -61,6 +61,13 @@ def conv_attributes(node: Node) -> ConvAttributes:
     """Return the attributes of a convolution, or of a gradient of one."""
     assert isinstance(node.attributes, ConvAttributes)
     return node.attributes
+
+
+def arrays_in(graph: Graph, node: Node) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, w and output of a convolution, or their gradients."""
+    names = dict((*node.inputs, *node.outputs))
+    x, w, output = (graph.tensor(names[role]) for role in TRIPLES[node.kind])
+    return x, w, output
 
 
 def is_short_sum(images: Sequence[int], filters: Sequence[int]) -> bool:

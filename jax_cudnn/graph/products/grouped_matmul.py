@@ -19,13 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import describe
-from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.kinds import Roles
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import (
-    gradient_kernel,
+    register_with_gradient,
     single_node_graph,
 )
 
@@ -66,18 +65,6 @@ def _check(roles: Roles, attributes: Attributes) -> None:
         raise GraphError(f"grouped_matmul: a is {a} and b {b}, not of one dtype")
 
 
-GROUPED_MATMUL = register_kind(
-    NodeKind(
-        row=describe("grouped_matmul"),
-        attributes=GroupedMatmulAttributes,
-        check=_check,
-        derivative=gradient_kernel("grouped_matmul_backward"),
-    )
-)
-GROUPED_MATMUL_BACKWARD = register_kind(
-    NodeKind(
-        row=describe("grouped_matmul_backward"),
-        attributes=GroupedMatmulAttributes,
-        gradient_of="grouped_matmul",
-    )
+GROUPED_MATMUL = register_with_gradient(
+    "grouped_matmul", GroupedMatmulAttributes, check=_check
 )

@@ -5,10 +5,10 @@ import functools
 from dataclasses import dataclass, replace
 
 from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named
-from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.graph.pointwise import copying
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.spec import Graph, Node
-from jax_cudnn.graph.walks import following, read_by
+from jax_cudnn.graph.walks import following, graph_of
 from jax_cudnn.graph.writer import GradientWriter, residual_tensor
 
 
@@ -37,13 +37,9 @@ def added_first(graph: Graph) -> AddedFirst | None:
         return None
     inputs, outputs = dict(node.inputs), dict(node.outputs)
     first, second, total = inputs[adds[0]], inputs.pop(adds[1]), outputs.pop(adds[2])
-    names = {*inputs.values(), *outputs.values()}
-    rest = Graph(
-        tensors=tuple(t for t in graph.tensors if t.name in names),
-        nodes=(Node.make(node.kind, inputs, outputs, node.attributes),),
-        inputs=tuple(name for name in graph.inputs if name in names),
-        outputs=tuple(name for name in graph.outputs if name in names),
-    )
+    others = Node.make(node.kind, inputs, outputs, node.attributes)
+    results = [name for name in graph.outputs if name != total]
+    rest = graph_of(graph.tensors, [others], results, graph.inputs)
     return AddedFirst(
         rest=rest,
         terms=(graph.inputs.index(first), graph.inputs.index(second)),
@@ -82,15 +78,7 @@ def _with_residuals(graph: Graph, wanted: tuple[bool, ...]) -> Graph:
         for name, tensor in zip(writer.residuals, saved, strict=True)
         if tensor.name != name
     }
-    nodes = [
-        Node.make(
-            "pointwise",
-            {"a": name},
-            {"output": tensor.name},
-            PointwiseAttributes(mode="identity"),
-        )
-        for name, tensor in copies.items()
-    ]
+    nodes = (copying(name, tensor.name) for name, tensor in copies.items())
     return Graph(
         tensors=(*graph.tensors, *copies.values()),
         nodes=(*graph.nodes, *nodes),
@@ -107,16 +95,9 @@ def _backward(
     if not gradients:
         return None
     backward = writer.finish(tuple(gradients))
-    read = read_by(backward.nodes)
-    inputs = tuple(name for name in backward.inputs if name in read)
-    backward = replace(
-        backward,
-        inputs=inputs,
-        tensors=tuple(
-            t
-            for t in backward.tensors
-            if t.name not in backward.inputs or t.name in read
-        ),
+    # Without the operands that nothing reads.
+    backward = graph_of(
+        backward.tensors, backward.nodes, backward.outputs, backward.inputs
     )
     full = _with_residuals(graph, wanted)
 
@@ -130,7 +111,7 @@ def _backward(
 
     return BackwardGraph(
         graph=backward,
-        operands=tuple(source(name) for name in inputs),  # type: ignore[misc]
+        operands=tuple(source(name) for name in backward.inputs),  # type: ignore[misc]
         gradients=tuple(gradients.values()),
     )
 

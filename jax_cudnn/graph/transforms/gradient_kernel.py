@@ -8,16 +8,20 @@ there, not wanted, or known to be zero.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import Role
+from jax_cudnn.graph.description import Role, describe
 from jax_cudnn.graph.kinds import (
     BackwardGraph,
+    Check,
     Derivative,
+    NodeKind,
+    Roles,
     kind_named,
+    register_kind,
     roles_in,
     row_of,
 )
@@ -40,6 +44,37 @@ def gradient_kernel(backward: str) -> Derivative:
         return _gradient(graph, backward, wanted, nonzero)
 
     return Derivative(with_residuals=with_residuals, backward=gradient)
+
+
+def register_with_gradient(
+    name: str,
+    attributes: type[Attributes],
+    *,
+    check: Check | None = None,
+    check_gradient: Check | None = None,
+    cancelled: Callable[[Roles], frozenset[str]] = lambda _: frozenset(),
+) -> NodeKind:
+    """Register a kind and its gradient's, which is named after it; return the first.
+
+    ``cancelled`` is of the gradient: see `NodeKind`.
+    """
+    register_kind(
+        NodeKind(
+            row=describe(f"{name}_backward"),
+            attributes=attributes,
+            check=check_gradient,
+            gradient_of=name,
+            cancelled=cancelled,
+        )
+    )
+    return register_kind(
+        NodeKind(
+            row=describe(name),
+            attributes=attributes,
+            check=check,
+            derivative=gradient_kernel(f"{name}_backward"),
+        )
+    )
 
 
 def single_node_graph(

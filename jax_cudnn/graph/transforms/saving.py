@@ -5,9 +5,9 @@ import functools
 from collections.abc import Collection, Iterator
 
 from jax_cudnn.graph.kinds import kind_named
-from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.graph.pointwise import PointwiseAttributes, copying
 from jax_cudnn.graph.spec import Graph, Node, Tensor
-from jax_cudnn.graph.walks import made_by, read_by
+from jax_cudnn.graph.walks import graph_of, made_by, read_by
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,21 +87,7 @@ def _rest(
     wide_last = sorted(saved, key=lambda name: graph.tensor(name).dtype in _WIDE)
     sources = {copies[name]: name for name in wide_last if name in copies}
     restored = [
-        Node.make(
-            "pointwise",
-            {"a": name},
-            {"output": source},
-            PointwiseAttributes(mode="identity"),
-        )
-        for source, name in sources.items()
-        if source in lacking
+        copying(name, source) for source, name in sources.items() if source in lacking
     ]
     own = [*restored, *own]
-    read = read_by(own) - made_by(own)
-    names = read | made_by(own)
-    return Graph(
-        tensors=tuple(tensor for tensor in graph.tensors if tensor.name in names),
-        nodes=tuple(own),
-        inputs=tuple(name for name in (*graph.inputs, *saved) if name in read),
-        outputs=outputs,
-    )
+    return graph_of(graph.tensors, own, outputs, (*graph.inputs, *saved))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import CachedAttributes, Graph, Target, Tensor
 from jax_cudnn.graph.attention.cached import room, sdpa_cached_graph
 from jax_cudnn.legalize.attention.passes import attention_pass, run_passes
-from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, by_role
 from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legalization, Rewrite
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.attention.cached import Ends
@@ -45,7 +45,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _edited(editor: GraphEditor) -> Rewrite:
-    run_passes(editor, "cached", None)
+    run_passes(editor, "cached")
     return editor.finish()
 
 
@@ -197,13 +197,13 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Rewrite:
     (node,) = graph.nodes
     attributes = node.attributes
     assert isinstance(attributes, CachedAttributes)
-    role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
+    role_of = {name: role for role, name in node.outputs}
     b, h, s, d = roles["query"].dims
     single = _single_query_graph(roles, attributes)
     rewrite = _edited(GraphEditor.by_role(single))
 
     def given(operands: Sequence[jax.Array]) -> tuple[Env, Ends]:
-        env = dict(zip((role_of[x] for x in graph.inputs), operands, strict=True))
+        env = by_role(graph, operands)
         return env, _ends(roles, env)
 
     def as_single(env: Env, ends: Ends) -> list[jax.Array]:

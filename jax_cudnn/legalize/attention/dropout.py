@@ -10,8 +10,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Target, Tensor
-from jax_cudnn.legalize.attention.passes import AnyTargetEdit, attributes_of
+from jax_cudnn.graph import Tensor
+from jax_cudnn.legalize.attention.passes import Edit, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.limits.attention import DROPOUT_NOT_COMPARED
 from jax_cudnn.reference.attention.dropout import kept
@@ -24,13 +24,13 @@ _HIGHEST_RATE = 1 - 2.0**-5
 _PLAIN = (0, 1, 2, 3)
 
 
-def dropout_steps(editor: GraphEditor, target: Target | None) -> list[AnyTargetEdit]:
+def dropout_steps(editor: GraphEditor) -> list[Edit]:
     """Return the ways to dropout that a kernel has, the best first."""
     if "dropout_mask" in editor.tensors:
         return [_lessen_delta]
     if "dropout_seed" not in editor.tensors:
         return [_keep_all]
-    return [_draw, _give_mask] if _draws_alike(editor, target) else [_give_mask]
+    return [_draw, _give_mask] if _draws_alike(editor) else [_give_mask]
 
 
 def _keep_all(_: GraphEditor) -> None:
@@ -54,7 +54,7 @@ def _lessen_delta(editor: GraphEditor) -> None:
             editor.rearrange(role, editor.tensors[role], lessen)
 
 
-def _draws_alike(editor: GraphEditor, target: Target | None) -> bool:
+def _draws_alike(editor: GraphEditor) -> bool:
     """Whether a kernel that draws for itself draws what the reference does.
 
     A kernel counts its offsets over the heads that it has, batch entry by batch entry,
@@ -63,7 +63,7 @@ def _draws_alike(editor: GraphEditor, target: Target | None) -> bool:
     attributes = attributes_of(editor)
     b, h, _, _ = editor.tensors["query"].dims
     return (
-        not DROPOUT_NOT_COMPARED.is_here(target)
+        not DROPOUT_NOT_COMPARED.is_here(editor.target)
         and attributes.dropout <= _HIGHEST_RATE
         and (b == 1 or h == attributes.dropout_heads)
         and (attributes.dropout_batch or b) % max(b, 1) == 0

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize.attention.passes import (
-    attention_pass_for_target,
+    attention_pass,
     attributes_of,
     run_passes,
 )
@@ -26,21 +26,20 @@ from jax_cudnn.limits.attention import F8_NEEDS_TWO_QUERIES
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run attention over f8 operands."""
     graph = without_idle_window(graph)
-    reasons = _reasons(graph, target)
-    if reasons:
+    editor = GraphEditor.by_role(graph, target)
+    if reasons := _reasons(graph, editor):
         return Legalization(reasons=tuple(reasons), advice=ADVICE)
-    editor = GraphEditor.by_role(graph)
-    run_passes(editor, "f8", target)
+    run_passes(editor, "f8")
     return Legalization(candidates=(editor.finish(),))
 
 
-@attention_pass_for_target(when=lambda editor: editor.tensors["query"].dims[2] == 1)
-def repeat_single_query(editor: GraphEditor, target: Target | None) -> None:
+@attention_pass(when=lambda editor: editor.tensors["query"].dims[2] == 1)
+def repeat_single_query(editor: GraphEditor) -> None:
     """Give cuDNN two equal queries in place of a single one, for which it has no plan.
 
     Of zeros in its place, the output would count for the amax.
     """
-    if not F8_NEEDS_TWO_QUERIES.is_here(target):
+    if not F8_NEEDS_TWO_QUERIES.is_here(editor.target):
         return
     for role in ("query", "output", "stats"):
         if role not in editor.tensors:
@@ -58,21 +57,19 @@ def repeat_single_query(editor: GraphEditor, target: Target | None) -> None:
         )
 
 
-def _reasons(graph: Graph, target: Target | None) -> list[str]:
+def _reasons(graph: Graph, editor: GraphEditor) -> list[str]:
     """Return the limits that the graph breaks, all of them."""
-    editor = GraphEditor.by_role(graph)
-    roles = editor.tensors
+    attributes = attributes_of(editor)
     reasons: list[str] = []
-    if attributes_of(editor).window and not is_band(graph):
+    if attributes.window and not is_band(graph):
         reasons.append(
-            f"the window {list(attributes_of(editor).window)} leaves queries without a "
+            f"the window {list(attributes.window)} leaves queries without a "
             "key, or is combined with lengths; cuDNN's f8 attention has no mask for "
             "it"
         )
-    s = roles["query"].dims[2]
-    attributes = attributes_of(editor)
+    s = editor.tensors["query"].dims[2]
     has_band = attributes.is_causal or bool(attributes.window)
-    if s == 1 and has_band and F8_NEEDS_TWO_QUERIES.is_here(target):
+    if s == 1 and has_band and F8_NEEDS_TWO_QUERIES.is_here(editor.target):
         reasons.append(
             "a single query with is_causal or a window; cuDNN's f8 attention takes two "
             "or more on sm_90. Omit them, and the keys that they mask"

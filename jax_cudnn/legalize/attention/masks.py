@@ -10,11 +10,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Target, Tensor
+from jax_cudnn.graph import Tensor
 from jax_cudnn.legalize.attention.padding import has_key_count_bug
 from jax_cudnn.legalize.attention.passes import (
     attention_pass,
-    attention_pass_for_target,
     attributes_of,
     has,
     has_score_mod,
@@ -50,8 +49,8 @@ def unfolded(x: jax.Array) -> jax.Array:
 # --- rows that see no key -------------------------------------------------------------
 
 
-@attention_pass_for_target(when=has("mask", "query_lengths", "key_lengths"))
-def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
+@attention_pass(when=has("mask", "query_lengths", "key_lengths"))
+def hide_dead_rows(editor: GraphEditor) -> None:
     """Give dead rows and hidden positions their defined result: 0, or -inf for stats.
 
     cuDNN leaves rows past a length as they were or as its version likes, and rows
@@ -60,7 +59,7 @@ def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
     """
     tensors = dict(editor.tensors)
     is_causal = attributes_of(editor).is_causal
-    leaves_keys = UNSEEN_KEYS_HAVE_GRADIENTS.is_here(target)
+    leaves_keys = UNSEEN_KEYS_HAVE_GRADIENTS.is_here(editor.target)
 
     def before(env: Env) -> None:
         for role, fill in (("stats", DEAD_STATS), ("grad_stats", 0)):
@@ -81,14 +80,14 @@ def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
                 continue
             positions = _positions(tensors[sequence].dims[2])
             is_inside = positions < to_logical(tensors[length], env[length])
-            for role in _GRADIENTS_ALONG[sequence]:
+            for role in GRADIENTS_ALONG[sequence]:
                 if role in results:
                     results[role] = where_logical(
                         tensors[role], is_inside, results[role], 0
                     )
         if leaves_keys and "query_lengths" in env:
             count = to_logical(tensors["query_lengths"], env["query_lengths"])
-            for role in _GRADIENTS_ALONG["key"]:
+            for role in GRADIENTS_ALONG["key"]:
                 if role in results:
                     results[role] = where_logical(
                         tensors[role], count > 0, results[role], 0
@@ -98,7 +97,8 @@ def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
     editor.after.append(after)
 
 
-_GRADIENTS_ALONG = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
+# The gradients along the queries, and along the keys.
+GRADIENTS_ALONG = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
 
 
 def _positions(count: int) -> jax.Array:
@@ -271,29 +271,29 @@ def _sum_bias_gradient(
 
 
 # Those of a score_mod become steps.
-@attention_pass_for_target(when=lambda editor: not has_score_mod(editor))
-def complete_lengths(editor: GraphEditor, target: Target | None) -> None:
+@attention_pass(when=lambda editor: not has_score_mod(editor))
+def complete_lengths(editor: GraphEditor) -> None:
     """Give cuDNN both lengths or none, at least one key, and keys it can handle."""
-    put_lengths(editor, target, least_keys=1)
+    put_lengths(editor, least_keys=1)
 
 
-@attention_pass_for_target()
-def complete_lengths_of_f8(editor: GraphEditor, target: Target | None) -> None:
+@attention_pass()
+def complete_lengths_of_f8(editor: GraphEditor) -> None:
     """Give cuDNN both lengths or none, and no key where there is none.
 
     An entry without keys gives 0 (9.19 on an H200). With a key, it would count for the
     amax.
     """
-    put_lengths(editor, target, least_keys=0)
+    put_lengths(editor, least_keys=0)
 
 
-def put_lengths(editor: GraphEditor, target: Target | None, *, least_keys: int) -> None:
+def put_lengths(editor: GraphEditor, *, least_keys: int) -> None:
     """Give cuDNN both lengths, if there are any or a kernel needs them."""
     query, key = editor.tensors["query"], editor.tensors["key"]
     b, s, t = query.dims[0], query.dims[2], key.dims[2]
     roles = ("query_lengths", "key_lengths")
     # Without them, the frontend adds its own.
-    is_copied = t % 128 != 0 and LENGTHS_ARE_COPIED.is_here(target)
+    is_copied = t % 128 != 0 and LENGTHS_ARE_COPIED.is_here(editor.target)
     needs = is_copied or has_key_count_bug(editor)
     if not needs and not any(role in editor.tensors for role in roles):
         return

@@ -7,26 +7,29 @@ where a GPU or a version has no plan for that, the sequences become a mask of s 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
+from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.legalize.attention.masks import DEAD_STATS, where_logical
+from jax_cudnn.legalize.attention.masks import (
+    DEAD_STATS,
+    GRADIENTS_ALONG,
+    where_logical,
+)
+from jax_cudnn.legalize.attention.operands import (
+    attributes_in,
+    by_other_operands,
+    operands_in,
+)
 from jax_cudnn.legalize.attention.padding import STATS_COLUMNS, WIDE_MULTIPLE
 from jax_cudnn.legalize.attention.passes import attention_pass, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
-from jax_cudnn.legalize.common.legalization import (
-    Legalization,
-    Rewrite,
-    Rule,
-    given_more,
-)
+from jax_cudnn.legalize.common.legalization import Legalization, Rewrite, Rule
 from jax_cudnn.limits.attention import LARGE_PACKED_HEADS, NO_PACKED_STATS
 from jax_cudnn.reference.attention import sequences
 from jax_cudnn.reference.attention.sequences import Spans
@@ -46,7 +49,6 @@ _WITH_OFFSETS = {
     "output": ("output", "grad_output"),
     "stats": ("stats", "max_logit"),
 }
-_GRADIENTS = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
 
 
 def by_packing(
@@ -57,29 +59,14 @@ def by_packing(
     ragged: Callable[[Graph], Rewrite],
 ) -> Legalization:
     """Legalise a graph by a rule for rows of one sequence, and one for several."""
-    attributes, roles = _attributes(graph), roles_in(graph, graph.nodes[0])
+    attributes, roles = attributes_in(graph), roles_in(graph, graph.nodes[0])
     if not sequences.is_packed(attributes, roles):
         return rule(graph, target)
-    masked, with_mask = _as_mask(graph)
-    folded = rule(masked, target)
     reason = _why_not_ragged(attributes, roles, target)
-    note = (
-        "the sequences of a row become a mask, in memory that grows with s*t: "
-        f"{reason or 'cuDNN has no plan for packed sequences'}"
-    )
-    candidates = tuple(
-        replace(given_more(rewrite, with_mask), notes=(*rewrite.notes, note))
-        for rewrite in folded.candidates
-    )
-    if candidates and not reason:
-        candidates = (ragged(graph), *candidates)
-    return replace(folded, candidates=candidates)
-
-
-def _attributes(graph: Graph) -> SdpaAttributes:
-    attributes = graph.nodes[0].attributes
-    assert isinstance(attributes, SdpaAttributes)
-    return attributes
+    by_mask = _as_mask(graph, target, rule, reason)
+    if reason or not by_mask.candidates:
+        return by_mask
+    return replace(by_mask, candidates=(ragged(graph), *by_mask.candidates))
 
 
 def _why_not_ragged(
@@ -128,7 +115,9 @@ def _most_padding(query: Tensor, value: Tensor) -> float:
 
 def _count(roles: Mapping[str, Tensor]) -> int:
     found = [
-        roles[f"{kind}_lengths"] for kind in _GRADIENTS if f"{kind}_lengths" in roles
+        roles[f"{kind}_lengths"]
+        for kind in GRADIENTS_ALONG
+        if f"{kind}_lengths" in roles
     ]
     return max((tensor.dims[1] for tensor in found), default=1)
 
@@ -147,7 +136,7 @@ def pack_tokens(editor: GraphEditor) -> None:
         if len(editor.tensors[role].dims) == 4 and role not in _COUNTS:
             editor.reorder(role, _BSHD)
     tensors = dict(editor.tensors)
-    sizes = {kind: tensors[kind].dims[2] for kind in _GRADIENTS}
+    sizes = {kind: tensors[kind].dims[2] for kind in GRADIENTS_ALONG}
     attributes = attributes_of(editor)
 
     def before(env: Env) -> None:
@@ -161,7 +150,7 @@ def pack_tokens(editor: GraphEditor) -> None:
         seen = _seen(attributes, tensors, env)
         for kind, spans in seen.items():
             is_live = sequences.is_inside(sizes[kind], spans)
-            fills = dict.fromkeys(_GRADIENTS[kind], 0.0)
+            fills = dict.fromkeys(GRADIENTS_ALONG[kind], 0.0)
             if kind == "query":
                 fills |= {"output": 0.0, "stats": -math.inf, "max_logit": -math.inf}
             for role, fill in fills.items():
@@ -188,7 +177,7 @@ def put_offsets(editor: GraphEditor) -> None:
     for role in ("query_starts", "key_starts"):
         if role in tensors:
             editor.drop(role)
-    for kind in _GRADIENTS:
+    for kind in GRADIENTS_ALONG:
         editor.put_operand(
             Tensor(
                 name=f"{kind}_lengths",
@@ -210,7 +199,7 @@ def put_offsets(editor: GraphEditor) -> None:
                     order=(0, 1, 2, 3),
                 )
             )
-    sizes = {kind: tensors[kind].dims[2] for kind in _GRADIENTS}
+    sizes = {kind: tensors[kind].dims[2] for kind in GRADIENTS_ALONG}
     longest = attributes.longest or tuple(sizes.values())
     longest = tuple(
         rounded_up(max(min(most, size), 1), _LENGTH_MULTIPLE)
@@ -245,7 +234,7 @@ def _seen(
     arrays = {
         role: to_logical(tensors[role], env[role]) for role in _COUNTS if role in env
     }
-    shaped = {kind: _Shaped(tensors[kind].dims) for kind in _GRADIENTS}
+    shaped = {kind: _Shaped(tensors[kind].dims) for kind in GRADIENTS_ALONG}
     queries, keys = sequences.spans(attributes, {**arrays, **shaped})  # type: ignore[arg-type]
     left, right = _bounds(attributes)
     more = jnp.zeros((), jnp.int32)
@@ -283,25 +272,27 @@ def _bounds(attributes: SdpaAttributes) -> tuple[int | None, int | None]:
 # --- as a mask ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Masked:
-    """A graph with packed sequences, and the same with a mask in their place."""
+def _as_mask(
+    graph: Graph, target: Target | None, rule: Rule, reason: str
+) -> Legalization:
+    """Legalise a graph as one whose mask says which keys a query sees.
 
-    graph: Graph
-    masked: Graph
-    mask: Tensor
+    Padding is 0 there.
+    """
+    given, attributes = operands_in(graph), attributes_in(graph)
+    b, _, s, _ = given["query"].dims
+    heads = given["mask"].dims[1] if "mask" in given else 1
+    mask = Tensor(
+        name="mask",
+        dtype="bool",
+        dims=(b, heads, s, given["key"].dims[2]),
+        order=(0, 1, 2, 3),
+    )
+    kept = {role: tensor for role, tensor in given.items() if role not in _COUNTS}
 
-    def operands(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the operands of the graph with a mask; padding is 0 there."""
-        graph, (node,) = self.graph, self.graph.nodes
-        given = dict(zip(graph.inputs, operands, strict=True))
-        logical = {
-            role: to_logical(graph.tensor(name), given[name])
-            for role, name in node.inputs
-        }
-        attributes = _attributes(graph)
-        b, _, s, t = self.mask.dims
-        is_seen = sequences.visible(attributes, logical, (b, 1, s, t))
+    def made(env: Env) -> Env:
+        logical = {role: to_logical(given[role], x) for role, x in env.items()}
+        is_seen = sequences.visible(attributes, logical, (b, 1, *mask.dims[2:]))
         if "mask" in logical:
             is_seen = is_seen & logical["mask"]
         cleaned = dict(sequences.without_padding(attributes, logical))
@@ -309,46 +300,22 @@ class _Masked:
             # Padding has these too: the log-sum-exp of the sink alone.
             of_sinks = ("stats", "grad_stats")
             cleaned |= {role: logical[role] for role in of_sinks if role in logical}
-        for role, name in node.inputs:
-            if cleaned[role] is not logical[role]:
-                given[name] = to_stored(graph.tensor(name), cleaned[role])
-        given[self.mask.name] = jnp.broadcast_to(is_seen, self.mask.dims)
-        return [given[name] for name in self.masked.inputs]
+        changed = {
+            role: to_stored(given[role], cleaned[role])
+            for role, x in logical.items()
+            if cleaned[role] is not x
+        }
+        return {**env, **changed, "mask": jnp.broadcast_to(is_seen, mask.dims)}
 
-
-def _as_mask(
-    graph: Graph,
-) -> tuple[Graph, Callable[[Sequence[jax.Array]], list[jax.Array]]]:
-    """Return a graph whose mask says which keys a query sees, and how to make it."""
-    (node,) = graph.nodes
-    roles = roles_in(graph, node)
-    old = roles.get("mask")
-    name = "mask" if old is None else old.name
-    b, _, s, _ = roles["query"].dims
-    mask = Tensor(
-        name=name,
-        dtype="bool",
-        dims=(b, 1 if old is None else old.dims[1], s, roles["key"].dims[2]),
-        order=(0, 1, 2, 3),
-    )
-    names = dict(node.inputs)
-    gone = {names[role] for role in _COUNTS if role in names} | {name}
-    kept = {role: each for role, each in node.inputs if each not in gone}
-    attributes = replace(
-        _attributes(graph),
-        is_causal=False,
-        window=(),
-        is_bottom_right=False,
-        longest=(),
-    )
-    masked = Graph(
-        tensors=(*(t for t in graph.tensors if t.name not in gone), mask),
-        nodes=(
-            Node.make(
-                node.kind, {**kept, "mask": name}, dict(node.outputs), attributes
-            ),
+    return by_other_operands(
+        graph,
+        target,
+        rule,
+        tensors={**kept, "mask": mask},
+        attributes=replace(
+            attributes, is_causal=False, window=(), is_bottom_right=False, longest=()
         ),
-        inputs=(*(each for each in graph.inputs if each not in gone), name),
-        outputs=graph.outputs,
+        made=made,
+        note="the sequences of a row become a mask, in memory that grows with s*t: "
+        f"{reason or 'cuDNN has no plan for packed sequences'}",
     )
-    return masked, _Masked(graph=graph, masked=masked, mask=mask).operands

@@ -10,7 +10,7 @@ one comes before another.
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from jax_cudnn.graph import AttentionAttributes, SdpaAttributes, Target
+from jax_cudnn.graph import AttentionAttributes, SdpaAttributes
 from jax_cudnn.legalize.common.editor import GraphEditor
 
 # The passes of a kernel, the first one first. "dropout" is one of the ways that
@@ -171,8 +171,7 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
 )
 
-AnyTargetEdit = Callable[[GraphEditor], None]
-Edit = Callable[[GraphEditor, Target | None], None]
+Edit = Callable[[GraphEditor], None]
 When = Callable[[GraphEditor], bool]
 
 
@@ -187,7 +186,6 @@ class Pass(NamedTuple):
 PASSES: dict[str, Pass] = {}
 
 _Edit = TypeVar("_Edit", bound=Edit)
-_AnyTargetEdit = TypeVar("_AnyTargetEdit", bound=AnyTargetEdit)
 
 
 def always(_: GraphEditor) -> bool:
@@ -205,20 +203,8 @@ def has_score_mod(editor: GraphEditor) -> bool:
     return bool(attributes_of(editor).score_mod)
 
 
-def attention_pass(
-    *, when: When = always
-) -> Callable[[_AnyTargetEdit], _AnyTargetEdit]:
+def attention_pass(*, when: When = always) -> Callable[[_Edit], _Edit]:
     """Register a pass by its name."""
-
-    def registered(run: _AnyTargetEdit) -> _AnyTargetEdit:
-        PASSES[run.__name__] = Pass(lambda editor, _: run(editor), when)
-        return run
-
-    return registered
-
-
-def attention_pass_for_target(*, when: When = always) -> Callable[[_Edit], _Edit]:
-    """Register a pass that also takes the target."""
 
     def registered(run: _Edit) -> _Edit:
         PASSES[run.__name__] = Pass(run, when)
@@ -227,12 +213,7 @@ def attention_pass_for_target(*, when: When = always) -> Callable[[_Edit], _Edit
     return registered
 
 
-def run_passes(
-    editor: GraphEditor,
-    kernel: str,
-    target: Target | None,
-    dropout: AnyTargetEdit | None = None,
-) -> None:
+def run_passes(editor: GraphEditor, kernel: str, dropout: Edit | None = None) -> None:
     """Edit a graph by the passes of a kernel that apply to it.
 
     ``dropout`` is what is run in the place of "dropout".
@@ -241,7 +222,7 @@ def run_passes(
         if name != "dropout":
             run, when = PASSES[name]
             if when(editor):
-                run(editor, target)
+                run(editor)
         elif dropout is not None:
             dropout(editor)
 

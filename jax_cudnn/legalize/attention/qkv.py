@@ -25,6 +25,7 @@ from jax_cudnn.legalize.common.legalization import (
     Rewrite,
     Rule,
     Usual,
+    around,
 )
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -104,24 +105,10 @@ class _Divided:
     def copied(self, rewrite: Rewrite, note: str) -> Rewrite:
         """Return the rewriting of the divided graph for the original one."""
 
-        def after_of(after: After) -> After:
-            def own(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
-                results = after(self._operands(operands), made)
-                named = zip(self.graph.outputs, results, strict=True)
-                return self._results(dict(named))
+        def results(_: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
+            return self._results(dict(zip(self.graph.outputs, made, strict=True)))
 
-            return own
-
-        def before_of(before: Before) -> Before:
-            return lambda operands: before(self._operands(operands))
-
-        return replace(
-            rewrite,
-            before=before_of(rewrite.before),
-            after=after_of(rewrite.after),
-            usual=self._usual(rewrite, before_of, after_of),
-            notes=(*rewrite.notes, note),
-        )
+        return around(rewrite, self._operands, results, notes=(note,))
 
     def in_place(self, rewrite: Rewrite) -> Rewrite | None:
         """Return the rewriting with qkv for the kernel; None where it cannot be."""

@@ -18,21 +18,18 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, Target, Tensor
-from jax_cudnn.graph.attention.sdpa import SDPA, SdpaAttributes
-from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph import Graph, Target, Tensor
+from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.legalize.attention.far_rows import is_far, may_be_far
-from jax_cudnn.legalize.attention.passes import attention_pass, has
-from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import (
-    After,
-    Arrays,
-    Legalization,
-    Rewrite,
-    Rule,
-    given_more,
+from jax_cudnn.legalize.attention.operands import (
+    attributes_in,
+    by_other_operands,
+    operands_in,
 )
+from jax_cudnn.legalize.attention.passes import attention_pass, has
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, by_role
+from jax_cudnn.legalize.common.legalization import Arrays, Legalization, Rule, around
 from jax_cudnn.reference.attention import sdpa, softmax
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -145,60 +142,21 @@ def ask_for_sum(editor: GraphEditor) -> None:
 
 def by_maximum(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     """Legalise a gradient graph whose rows have a cotangent of their maximum."""
-    (node,) = graph.nodes
-    roles = roles_in(graph, node)
-    if "grad_max_logit" not in roles:
+    tensors = operands_in(graph)
+    if tensors.pop("grad_max_logit", None) is None:
         return rule(graph, target)
-    gone = dict(node.inputs)["grad_max_logit"]
-    kept = {role: name for role, name in node.inputs if name != gone}
-    without = Graph(
-        tensors=tuple(each for each in graph.tensors if each.name != gone),
-        nodes=(Node.make(node.kind, kept, dict(node.outputs), node.attributes),),
-        inputs=tuple(name for name in graph.inputs if name != gone),
-        outputs=graph.outputs,
-    )
-    folded = rule(without, target)
-    place = graph.inputs.index(gone)
-
-    def fewer(operands: Sequence[jax.Array]) -> list[jax.Array]:
-        return [x for i, x in enumerate(operands) if i != place]
-
-    note = (
-        "the gradient of max_logit is computed by XLA: cuDNN has none; its memory "
-        "grows with s*t"
-    )
-
-    def added(rewrite: Rewrite) -> Rewrite:
-        rewrite = given_more(rewrite, fewer)
-        usual = rewrite.usual
-        if usual is not None:
-            usual = replace(usual, after=_adding(graph, usual.after))
-        return replace(
-            rewrite,
-            after=_adding(graph, rewrite.after),
-            usual=usual,
-            notes=(*rewrite.notes, note),
-        )
-
-    return replace(folded, candidates=tuple(map(added, folded.candidates)))
-
-
-def _adding(graph: Graph, after: After) -> After:
-    """Return what gives the results of `after`, and the part of the maximum in them."""
     (node,) = graph.nodes
-    attributes = node.attributes
-    assert isinstance(attributes, SdpaAttributes)
+    attributes = attributes_in(graph)
+    role_of = {name: role for role, name in node.outputs}
 
     def with_part(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
-        given = dict(zip(graph.inputs, operands, strict=True))
-        inputs = {
-            role: to_logical(graph.tensor(name), given[name])
+        given = {
+            role: to_logical(graph.tensor(name), by_role(graph, operands)[role])
             for role, name in node.inputs
         }
-        role_of = {name: role for role, name in node.outputs}
-        found = sdpa.max_gradients(attributes, inputs, list(role_of.values()))
+        found = sdpa.max_gradients(attributes, given, list(role_of.values()))
         results: list[jax.Array] = []
-        for name, x in zip(graph.outputs, after(operands, made), strict=True):
+        for name, x in zip(graph.outputs, made, strict=True):
             if (part := found.get(role_of[name])) is not None:
                 part = to_stored(graph.tensor(name), part)
                 wide = x.astype(jnp.float32) + part.astype(jnp.float32)
@@ -206,4 +164,15 @@ def _adding(graph: Graph, after: After) -> After:
             results.append(x)
         return tuple(results)
 
-    return with_part
+    found = by_other_operands(
+        graph,
+        target,
+        rule,
+        tensors=tensors,
+        attributes=attributes,
+        made=lambda env: env,
+        note="the gradient of max_logit is computed by XLA: cuDNN has none; its memory "
+        "grows with s*t",
+    )
+    ways = (around(way, results=with_part) for way in found.candidates)
+    return replace(found, candidates=tuple(ways))

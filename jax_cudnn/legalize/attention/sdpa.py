@@ -20,7 +20,7 @@ from jax_cudnn.legalize.attention.dropout import dropout_steps
 from jax_cudnn.legalize.attention.packed import by_packing
 from jax_cudnn.legalize.attention.padding import STATS_COLUMNS
 from jax_cudnn.legalize.attention.passes import (
-    AnyTargetEdit,
+    Edit,
     attention_pass,
     attributes_of,
     common_attributes_of,
@@ -43,25 +43,28 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 
 def _forward(graph: Graph, target: Target | None) -> Legalization:
-    first = GraphEditor.by_role(graph)
-    if refusal := _refuse(first, target):
+    first = GraphEditor.by_role(graph, target)
+    if refusal := _refuse(first):
         return refusal
 
-    def edited(drop: AnyTargetEdit) -> Rewrite:
-        editor = GraphEditor.by_role(graph)
-        run_passes(editor, "forward", target, drop)
+    def edited(drop: Edit) -> Rewrite:
+        editor = GraphEditor.by_role(graph, target)
+        run_passes(editor, "forward", drop)
         return replace(editor.finish(), problem=graph)
 
-    return Legalization(candidates=tuple(map(edited, dropout_steps(first, target))))
+    return Legalization(candidates=tuple(map(edited, dropout_steps(first))))
+
+
+_Start = Callable[[Graph, Target | None], GraphEditor]
 
 
 def _backward(graph: Graph, target: Target | None) -> Legalization:
-    first = GraphEditor.by_role(graph)
-    if refusal := _refuse(first, target):
+    first = GraphEditor.by_role(graph, target)
+    if refusal := _refuse(first):
         return refusal
     tensors = first.tensors
     if "grad_bias" not in tensors:
-        ways = [GraphEditor.by_role]
+        ways: list[_Start] = [GraphEditor.by_role]
     elif tensors["bias"].dims[3] == 1:
         is_partial = attributes_of(first).is_partial
         ways = [
@@ -74,20 +77,20 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
             ways.insert(0, GraphEditor.by_role)
 
-    def edited(way: Callable[[Graph], GraphEditor], drop: AnyTargetEdit) -> Rewrite:
-        editor = way(graph)
+    def edited(way: _Start, drop: Edit) -> Rewrite:
+        editor = way(graph, target)
         _take_operand_gradients(editor, graph)
-        run_passes(editor, "backward", target, drop)
+        run_passes(editor, "backward", drop)
         return replace(editor.finish(), problem=graph)
 
-    steps = dropout_steps(first, target)
+    steps = dropout_steps(first)
     candidates = [edited(way, drop) for drop in steps for way in ways]
     return Legalization(candidates=tuple(candidates))
 
 
 def _ragged(graph: Graph, kernel: str) -> Rewrite:
     editor = GraphEditor.by_role(graph)
-    run_passes(editor, kernel, None)
+    run_passes(editor, kernel)
     return editor.finish()
 
 
@@ -146,9 +149,9 @@ def join_parts(editor: GraphEditor) -> None:
     editor.set_attributes(replace(attributes_of(editor), is_partial=False))
 
 
-def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
+def _with_reference_bias_gradient(graph: Graph, target: Target | None) -> GraphEditor:
     """Have dbias computed by the reference, and the other gradients by cuDNN."""
-    editor = GraphEditor.by_role(graph)
+    editor = GraphEditor.by_role(graph, target)
     index = editor.results.index("grad_bias")
     bias = editor.tensors["bias"]
     editor.notes.append(
@@ -183,7 +186,7 @@ def _take_operand_gradients(editor: GraphEditor, graph: Graph) -> None:
     editor.after.append(after)
 
 
-def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
+def _with_row_bias_gradient(graph: Graph, target: Target | None) -> GraphEditor:
     """Have the gradient computed of a bias that is the same for all keys of a row.
 
     Such a bias moves the log-sum-exp and nothing else, so its gradient is the
@@ -191,7 +194,7 @@ def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
     errors of terms that cancel. Beside a sink it moves the share p of the sink too:
     the gradient is p rowsum(O dO) + (1 - p) dL.
     """
-    editor = GraphEditor.by_role(graph)
+    editor = GraphEditor.by_role(graph, target)
     tensors = dict(editor.tensors)
 
     def compute(env: Env) -> jax.Array:
@@ -267,7 +270,7 @@ def make_scale_positive(editor: GraphEditor) -> None:
 _DTYPES = {"sdpa": ("bf16", "f16", "f32"), "sdpa_backward": ("bf16", "f16")}
 
 
-def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
+def _refuse(editor: GraphEditor) -> Legalization | None:
     """Return the documented limits that the graph breaks, all of them."""
     reasons: list[str] = []
     roles = editor.tensors
@@ -283,7 +286,7 @@ def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
             f"bias is {roles['bias'].dtype}; cuDNN takes {query.dtype} or f32 here"
         )
     reasons += why_not_score_mod(editor)
-    if target is not None and editor.main.kind == "sdpa_backward":
+    if editor.target is not None and editor.main.kind == "sdpa_backward":
         reasons += _too_wide(editor, query.dims[3], value.dims[3])
     if not reasons:
         return None

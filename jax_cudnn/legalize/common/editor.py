@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Attributes, DTypeName, Graph, Node, Tensor, is_anchor
+from jax_cudnn.graph import (
+    Attributes,
+    DTypeName,
+    Graph,
+    Node,
+    Target,
+    Tensor,
+    is_anchor,
+)
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
 from jax_cudnn.legalize.common.legalization import After, Arrays, Before, Rewrite, Usual
@@ -22,6 +30,13 @@ _AfterStep = Callable[[Env, Env], None]
 
 def _as_it_is(x: jax.Array) -> jax.Array:
     return x
+
+
+def by_role(graph: Graph, operands: Sequence[jax.Array]) -> Env:
+    """Return the operands of a graph of one node by their roles."""
+    (node,) = graph.nodes
+    role_of = {name: role for role, name in node.inputs}
+    return {role_of[name]: x for name, x in zip(graph.inputs, operands, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +58,8 @@ class GraphEditor:
 
     ``before`` steps edit the operands, in order. ``after`` steps edit the results, the
     last added first, and get the original operands as well. ``rare`` is around these.
-    ``operands`` and ``results`` are what the original graph takes and gives.
+    ``operands`` and ``results`` are what the original graph takes and gives. ``target``
+    is the GPU that it is for; None where that is not known, or does not matter.
     """
 
     tensors: dict[str, Tensor]
@@ -56,6 +72,7 @@ class GraphEditor:
     after: list[_AfterStep] = field(default_factory=lambda: [])
     rare: Rare | None = None
     notes: list[str] = field(default_factory=lambda: [])
+    target: Target | None = None
 
     @classmethod
     def of(cls, graph: Graph) -> "GraphEditor":
@@ -70,7 +87,7 @@ class GraphEditor:
         )
 
     @classmethod
-    def by_role(cls, graph: Graph) -> "GraphEditor":
+    def by_role(cls, graph: Graph, target: Target | None = None) -> "GraphEditor":
         """Start from a graph of one node; its tensors are named and sorted by role."""
         (node,) = graph.nodes
         roles = roles_in(graph, node)
@@ -89,6 +106,7 @@ class GraphEditor:
             outputs=outputs,
             operands=tuple(role_of[name] for name in graph.inputs),
             results=tuple(role_of[name] for name in graph.outputs),
+            target=target,
         )
 
     # --- the graph --------------------------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 
 from jax_cudnn.graph import Graph, Target
 
+XLA_ADVICE = 'Pass implementation="xla" or "auto".'
 ADVICE = (
     'Pass implementation="xla" (or "auto") to compute it with XLA, or change the call '
     "as the reasons say."
@@ -96,30 +97,39 @@ class Legalization:
     advice: str = ""
 
 
-def given_more(
-    rewrite: Rewrite, more: Callable[[Sequence[jax.Array]], list[jax.Array]]
+def around(
+    way: Rewrite,
+    given: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = tuple,
+    results: After = lambda _, made: tuple(made),
+    *,
+    notes: tuple[str, ...] = (),
 ) -> Rewrite:
-    """Return a rewriting that makes some of its operands itself."""
+    """Return a way to run a graph, given one to run another graph in its place.
+
+    ``given`` makes that one's operands of the graph's own. ``results`` makes the
+    graph's results of its operands and of that one's results.
+    """
 
     def before_of(before: Before) -> Before:
-        return lambda operands: before(more(operands))
+        return lambda operands: before(given(operands))
 
     def after_of(after: After) -> After:
-        return lambda operands, results: after(more(operands), results)
+        return lambda operands, made: results(operands, after(given(operands), made))
 
-    usual = rewrite.usual
+    usual = way.usual
     if usual is not None:
         holds = usual.holds
         usual = Usual(
-            holds=lambda operands: holds(more(operands)),
+            holds=lambda operands: holds(given(operands)),
             before=before_of(usual.before),
             after=after_of(usual.after),
         )
     return replace(
-        rewrite,
-        before=before_of(rewrite.before),
-        after=after_of(rewrite.after),
+        way,
+        before=before_of(way.before),
+        after=after_of(way.after),
         usual=usual,
+        notes=(*way.notes, *notes),
     )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Graph, NormAttributes, Tensor, norm_graph
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
+from jax_cudnn.legalize.common.editor import by_role
 from jax_cudnn.legalize.common.legalization import Arrays, Rewrite
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -44,7 +45,7 @@ class _Rewriting:
         self._roles = roles
         self._attributes = attributes
         (node,) = graph.nodes
-        self._role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
+        self._role_of = {name: role for role, name in node.outputs}
         n, g, c, y = roles["x"].dims
         self._dims = (n * g, c * y)
 
@@ -83,10 +84,8 @@ class _Rewriting:
         return self.tensor(role, (self._dims[0], 1), "f32")
 
     def logical(self, operands: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        return {
-            self._role_of[tensor.name]: to_logical(tensor, x)
-            for tensor, x in zip(self._graph.input_tensors, operands, strict=True)
-        }
+        env = by_role(self._graph, operands)
+        return {role: to_logical(self._roles[role], x) for role, x in env.items()}
 
     def stored(self, found: Mapping[str, jax.Array]) -> Arrays:
         return tuple(

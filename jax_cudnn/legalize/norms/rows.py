@@ -18,20 +18,18 @@ from jax_cudnn.graph.kinds import kind_named
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Legalization, Rewrite
+from jax_cudnn.legalize.common.legalization import XLA_ADVICE, Legalization, Rewrite
 from jax_cudnn.legalize.norms import groups
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
-
-_ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one norm or its gradient."""
     del target  # What a GPU or a version lacks is a limit.
     if reasons := _reasons(graph):
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+        return Legalization(reasons=tuple(reasons), advice=XLA_ADVICE)
     return Legalization(candidates=candidates(graph))
 
 

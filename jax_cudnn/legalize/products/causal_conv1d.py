@@ -27,8 +27,16 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.rules import accumulator
-from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import Arrays, Legalization, Rewrite
+from jax_cudnn.graph.walks import graph_of
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, by_role
+from jax_cudnn.legalize.common.legalization import (
+    XLA_ADVICE,
+    After,
+    Arrays,
+    Legalization,
+    Rewrite,
+    around,
+)
 from jax_cudnn.legalize.products import fusion
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import evaluate, to_logical, to_stored
@@ -39,7 +47,6 @@ FUNCTION, CONVOLUTION = "function", "depthwise convolution"
 # cudnn_subquadratic_ops.h, cudnnCausalConv1dForward: kernelSize.
 TAPS = (*range(2, 9), 16, 32, 64, 128, 256)
 _SEGMENTS = "segment_ids: cuDNN's causal convolution has no segments"
-_ADVICE = 'Pass implementation="xla" or "auto".'
 # Where the axes (b, s, c) are in an array of a convolution, (n, c, y).
 _PLACES = (0, 2, 1)
 
@@ -49,7 +56,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     if "segment_ids" in roles:
-        return Legalization(reasons=(_SEGMENTS,), advice=_ADVICE)
+        return Legalization(reasons=(_SEGMENTS,), advice=XLA_ADVICE)
     reasons: list[str] = []
     ways: list[Rewrite] = []
     taps = roles["w"].dims[0]
@@ -67,7 +74,9 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     if any(tensor.dtype == "f64" for tensor in graph.tensors):
         reasons.append("f64: cuDNN's convolutions take bf16, f16 and f32")
     return Legalization(
-        candidates=tuple(ways), reasons=() if ways else tuple(reasons), advice=_ADVICE
+        candidates=tuple(ways),
+        reasons=() if ways else tuple(reasons),
+        advice=XLA_ADVICE,
     )
 
 
@@ -151,10 +160,10 @@ def _convolution(graph: Graph, target: Target | None) -> list[Rewrite]:
     written = writer.finish([writer.result(value, output)])
 
     def given(operands: Sequence[jax.Array]) -> list[jax.Array]:
-        arrays = _by_role(graph, operands)
+        arrays = by_role(graph, operands)
         return [_reshaped(written.tensor(n), arrays[n]) for n in written.inputs]
 
-    def results(_: Sequence[jax.Array], made: Arrays) -> Arrays:
+    def results(_: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
         return tuple(x.reshape(roles["output"].stored_shape) for x in made)
 
     return _composed(written, given, results, target, "a depthwise convolution")
@@ -181,7 +190,7 @@ def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Rewrit
     others = {role: name for role, name in node.outputs if role != "grad_x"}
 
     def given(operands: Sequence[jax.Array]) -> list[jax.Array]:
-        arrays = _by_role(graph, operands)
+        arrays = by_role(graph, operands)
         logical = {role: to_logical(roles[role], x) for role, x in arrays.items()}
         moved = argument_gradient(node.attributes, logical)
         arrays["grad_output"] = to_stored(
@@ -189,7 +198,7 @@ def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Rewrit
         )
         return [_reshaped(written.tensor(n), arrays[n]) for n in written.inputs]
 
-    def results(operands: Sequence[jax.Array], made: Arrays) -> Arrays:
+    def results(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
         found = {roles["grad_x"].name: made[0].reshape(roles["grad_x"].stored_shape)}
         if others:
             rest = _gradients_of(graph, others)
@@ -203,19 +212,15 @@ def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Rewrit
 def _gradients_of(graph: Graph, outputs: Mapping[str, str]) -> Graph:
     """Return the graph of some of a gradient's results."""
     (node,) = graph.nodes
-    names = {*graph.inputs, *outputs.values()}
-    return Graph(
-        tensors=tuple(t for t in graph.tensors if t.name in names),
-        nodes=(Node.make(node.kind, dict(node.inputs), outputs, node.attributes),),
-        inputs=graph.inputs,
-        outputs=tuple(name for name in graph.outputs if name in names),
-    )
+    some = Node.make(node.kind, dict(node.inputs), outputs, node.attributes)
+    names = [name for name in graph.outputs if name in outputs.values()]
+    return graph_of(graph.tensors, [some], names, graph.inputs)
 
 
 def _composed(
     written: Graph,
     given: Callable[[Sequence[jax.Array]], list[jax.Array]],
-    results: Callable[[Sequence[jax.Array], Arrays], Arrays],
+    results: After,
     target: Target | None,
     note: str,
 ) -> list[Rewrite]:
@@ -223,24 +228,14 @@ def _composed(
 
     ``given`` makes its operands, and ``results`` what the graph gives of its results.
     """
-
-    def around(way: Rewrite) -> Rewrite:
-        def before(operands: Sequence[jax.Array]) -> Arrays:
-            return way.before(given(operands))
-
-        def after(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
-            return results(operands, way.after(given(operands), made))
-
-        return replace(
-            way,
-            before=before,
-            after=after,
-            usual=None,
+    return [
+        replace(
+            around(way, given, results),
             notes=(f"it is {note}", *way.notes),
             problem=written,
         ).named(CONVOLUTION)
-
-    return [around(way) for way in fusion.legalize(written, target).candidates]
+        for way in fusion.legalize(written, target).candidates
+    ]
 
 
 def _as_operand(role: str, tensor: Tensor) -> Tensor:
@@ -265,12 +260,6 @@ def _window(w: Tensor) -> ConvAttributes:
         lhs_dilation=(1,),
         rhs_dilation=(1,),
     )
-
-
-def _by_role(graph: Graph, operands: Sequence[jax.Array]) -> Env:
-    (node,) = graph.nodes
-    role_of = {name: role for role, name in node.inputs}
-    return {role_of[name]: x for name, x in zip(graph.inputs, operands, strict=True)}
 
 
 def _reshaped(tensor: Tensor, x: jax.Array) -> jax.Array:

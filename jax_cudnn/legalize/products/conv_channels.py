@@ -27,8 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
-from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.images import add_ends
@@ -48,7 +47,7 @@ _LARGEST_IMAGE = 2**31 - 1
 
 def can_have_rows(graph: Graph, node: Node) -> bool:
     """Whether rows can be channels, with fewer zeros to be multiplied."""
-    x, w, _ = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
+    x, w, _ = arrays_in(graph, node)
     _, c, *window = w.dims
     unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
     whole = rounded_up(c, unit) * math.prod(window)
@@ -65,7 +64,7 @@ def more_channels(graph: Graph, node: Node) -> ChannelRewrite | None:
     x has to be an operand of the kernel, or its only result.
     """
     attributes = conv_attributes(node)
-    x, w, output = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
+    x, w, output = arrays_in(graph, node)
     if not _is_of_few(graph, node, x, w):
         return None
     outer, c, *window = w.dims

@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
-from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Rewrite
@@ -43,14 +42,14 @@ OWN = "own"
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
     """Whether each channel of the input has filters of its own."""
-    x, w, _ = _arrays(graph, node)
+    x, w, _ = arrays_in(graph, node)
     return w.dims[1] == 1 < x.dims[1]
 
 
 def has_engine(way: Rewrite) -> bool:
     """Whether cuDNN has an engine of its own for what a way made of a convolution."""
-    node = _main(way)
-    x, w, _ = _arrays(way.graph, node)
+    (node,) = filter(is_anchor, way.graph.nodes)
+    x, w, _ = arrays_in(way.graph, node)
     attributes = conv_attributes(node)
     is_like = _is_like_those_with_engines(x, w, attributes)
     if not is_like or {*attributes.rhs_dilation} != {1}:
@@ -83,17 +82,6 @@ def rewrite(editor: GraphEditor) -> None:
         axes = _wider(x, w, attributes)
         if axes is not None and any(axis.size != axis.kept for axis in axes):
             _widen(editor, axes)
-
-
-def _main(way: Rewrite) -> Node:
-    (node,) = filter(is_anchor, way.graph.nodes)
-    return node
-
-
-def _arrays(graph: Graph, node: Node) -> list[Tensor]:
-    """Return x, w and output of a convolution, or their gradients."""
-    roles = roles_in(graph, node)
-    return [roles[role] for role in TRIPLES[node.kind]]
 
 
 def _is_like_those_with_engines(

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
-from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import channels_last
 
@@ -31,8 +30,8 @@ def pairs(graph: Graph, node: Node) -> bool:
     """Whether places can be taken in pairs; the node computes the convolution."""
     if node.kind != "conv_wgrad" or len(graph.nodes) > 1:
         return False
-    attributes, roles = conv_attributes(node), roles_in(graph, node)
-    x, w, output = (roles[role] for role in TRIPLES[node.kind])
+    attributes = conv_attributes(node)
+    x, w, output = arrays_in(graph, node)
     (o, c, *window), (*_, size), (*_, places) = w.dims, x.dims, output.dims
     once = (
         *attributes.window_strides,

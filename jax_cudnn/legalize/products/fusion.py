@@ -8,11 +8,17 @@ from dataclasses import replace
 import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
-from jax_cudnn.graph.pointwise import PointwiseAttributes, is_max_or_min
+from jax_cudnn.graph.pointwise import copying, is_max_or_min
 from jax_cudnn.graph.rules import EIGHT_BIT
-from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
+from jax_cudnn.graph.walks import following, graph_of, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legalization, Rewrite
+from jax_cudnn.legalize.common.legalization import (
+    XLA_ADVICE,
+    Arrays,
+    Legalization,
+    Rewrite,
+    around,
+)
 from jax_cudnn.legalize.products import conv, matmul, reduction
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
@@ -28,7 +34,6 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Rewrite, ...]]] = {
 # What ways are called: what surrounds the contraction is computed by XLA, or the sums
 # of its result within the kernel.
 ALONE, WITHIN = "alone", "sums within"
-_ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
@@ -55,7 +60,7 @@ def _legalize(graph: Graph) -> Legalization:
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)
         )
     if reasons := _refusals(graph):
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+        return Legalization(reasons=tuple(reasons), advice=XLA_ADVICE)
     if kinds[0] not in _CANDIDATES:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
@@ -103,7 +108,7 @@ def _with_reductions(graph: Graph) -> Legalization:
     made, read = made_by(rest), read_by(last)
     needed = [name for name in graph.outputs if name in made]
     needed += sorted((read & made).difference(needed))
-    middle = _part(graph.tensors, _with_constants(graph, rest), needed)
+    middle = graph_of(graph.tensors, _with_constants(graph, rest), needed)
     without = _legalize(middle)
     last = _with_constants(graph, last)
     note = "sums of the kernel's result are computed by XLA"
@@ -175,13 +180,7 @@ def _too_large_for_f32(graph: Graph, node: Node) -> str:
 def _cast_in_kernel(graph: Graph, node: Node, sums: Tensor) -> Graph:
     """Return the graph with the i32 sums kept inside, and an f32 copy as the result."""
     inner = replace(sums, name=f"{sums.name}_i32")
-
-    copy = Node.make(
-        "pointwise",
-        {"a": inner.name},
-        {"output": sums.name},
-        PointwiseAttributes(mode="identity"),
-    )
+    copy = copying(inner.name, sums.name)
     others = tuple(t for t in graph.tensors if t.name != sums.name)
     return replace(
         graph,
@@ -199,22 +198,15 @@ def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
     pairs = zip(graph.output_tensors, wide.output_tensors, strict=True)
     converted = [tensor for tensor, other in pairs if tensor.dtype != other.dtype]
 
-    def with_conversion(way: Rewrite) -> Rewrite:
-        def after(
-            operands: Sequence[jax.Array], results: Sequence[jax.Array]
-        ) -> tuple[jax.Array, ...]:
-            return tuple(
-                x.astype(jax_dtype(tensor.dtype))
-                for x, tensor in zip(
-                    way.after(operands, results), graph.output_tensors, strict=True
-                )
-            )
+    def results(_: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
+        dtypes = (jax_dtype(tensor.dtype) for tensor in graph.output_tensors)
+        return tuple(x.astype(dtype) for x, dtype in zip(made, dtypes, strict=True))
 
-        notes = (f"{t.name} is converted to {t.dtype} by XLA" for t in converted)
-        return replace(way, after=after, notes=(*way.notes, *notes))
-
-    ways = tuple(map(with_conversion, legalization.candidates))
-    return replace(legalization, candidates=ways)
+    notes = tuple(f"{t.name} is converted to {t.dtype} by XLA" for t in converted)
+    ways = (
+        around(way, results=results, notes=notes) for way in legalization.candidates
+    )
+    return replace(legalization, candidates=tuple(ways))
 
 
 _Ways = Callable[[Graph], tuple[Rewrite, ...]]
@@ -229,7 +221,7 @@ def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ..
     if not first:
         return ()
     rest = [each for each in graph.nodes if each not in first]
-    middle = _part(graph.tensors, _with_constants(graph, rest), graph.outputs)
+    middle = graph_of(graph.tensors, _with_constants(graph, rest), graph.outputs)
     is_conversion = any(
         graph.tensor(name).dtype in EIGHT_BIT for name in read_by(first)
     )
@@ -259,7 +251,7 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ...]:
         if dtype in ("f8_e4m3fn", "f8_e5m2") or (dtype != "f32" and finest):
             return ()  # Rounding the sums would cost what the result is to show.
         sums, rounds_sums = replace(sums, dtype=dtype), dtype != "f32"
-    middle = _part((*operands, sums), [node], (sums.name,))
+    middle = graph_of((*operands, sums), [node], (sums.name,))
     last = _with_constants(graph, last)
     note = "what surrounds the contraction is computed by XLA, from rounded sums"
     return tuple(
@@ -282,19 +274,6 @@ def _with_constants(graph: Graph, nodes: list[Node]) -> list[Node]:
     ]
 
 
-def _part(
-    tensors: Sequence[Tensor], nodes: Sequence[Node], outputs: Sequence[str]
-) -> Graph:
-    """Return the graph of some nodes; its operands are what they read and not make."""
-    made, read = made_by(nodes), read_by(nodes)
-    return Graph(
-        tensors=tuple(t for t in tensors if t.name in made | read),
-        nodes=tuple(nodes),
-        inputs=tuple(sorted(read - made)),
-        outputs=tuple(outputs),
-    )
-
-
 def _wrap(
     graph: Graph,
     way: Rewrite,
@@ -307,19 +286,17 @@ def _wrap(
     table = {t.name: t for t in (*graph.tensors, *middle.tensors)}
     by_name = tuple(table.values())
     middle_results = [name for node in first for _, name in node.outputs]
-    head = _part(by_name, first, middle_results) if first else None
+    head = graph_of(by_name, first, middle_results) if first else None
     # Sums that are a result themselves are the middle's.
     wanted = [name for name in graph.outputs if name not in middle.outputs]
-    tail = _part(by_name, last, wanted) if wanted else None
+    tail = graph_of(by_name, last, wanted) if wanted else None
 
-    def before(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def before(operands: Sequence[jax.Array]) -> Arrays:
         values = dict(zip(graph.inputs, operands, strict=True))
         _run(head, values)
         return way.before([values[name] for name in middle.inputs])
 
-    def after(
-        operands: Sequence[jax.Array], results: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
         values = dict(zip(graph.inputs, operands, strict=True))
         # Behind `first`, a way is an editor's, whose steps read no operands.
         given = () if first else [values[name] for name in middle.inputs]

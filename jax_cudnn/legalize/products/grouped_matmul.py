@@ -19,8 +19,14 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Graph, MatmulAttributes, Node, Target, Tensor
 from jax_cudnn.graph.kinds import Roles, roles_in
 from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
-from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import Arrays, Legalization, Rewrite
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, by_role
+from jax_cudnn.legalize.common.legalization import (
+    XLA_ADVICE,
+    Arrays,
+    Legalization,
+    Rewrite,
+    around,
+)
 from jax_cudnn.legalize.products import fusion
 from jax_cudnn.legalize.products.group_products import (
     ALONG_SUM,
@@ -39,19 +45,18 @@ ONE_KERNEL, BY_GROUP, BY_CUBLASLT = "one kernel", "by group", "by cuBLASLt"
 _OF_CUBLASLT = ("bf16", "f16")
 _F8_UNKNOWN = "f8: cuBLASLt runs grouped matmuls, and without a GPU no cuBLAS is known"
 _F64 = "f64: cuDNN's grouped matmul takes bf16, f16 and f32"
-_ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one grouped matmul or its gradient."""
     if any(tensor.dtype == "f64" for tensor in graph.tensors):
-        return Legalization(reasons=(_F64,), advice=_ADVICE)
+        return Legalization(reasons=(_F64,), advice=XLA_ADVICE)
     (node,) = graph.nodes
     is_gradient = node.kind.endswith("_backward")
     b = roles_in(graph, node)["b"]
     if b.dtype in ALONG_SUM and b.dims[0] > 1:
         if target is None:
-            return Legalization(reasons=(_F8_UNKNOWN,), advice=_ADVICE)
+            return Legalization(reasons=(_F8_UNKNOWN,), advice=XLA_ADVICE)
         return Legalization(candidates=(all_groups(graph).named(BY_CUBLASLT),))
     ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
     ways = tuple(way.named(ONE_KERNEL) for way in ways)
@@ -158,22 +163,14 @@ def _as_matmul(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
     editor.replace_main(product)
     editor.notes.append("a single group is a matmul")
     outer = editor.finish()
-    inner = fusion.legalize(outer.graph, target).candidates
-    return tuple(replace(_composed(outer, way), problem=outer.graph) for way in inner)
-
-
-def _composed(outer: Rewrite, inner: Rewrite) -> Rewrite:
-    """Return two rewritings in a row."""
-
-    def before(operands: Sequence[jax.Array]) -> Arrays:
-        return inner.before(outer.before(operands))
-
-    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
-        return outer.after(operands, inner.after(outer.before(operands), results))
-
-    notes = (*outer.notes, *inner.notes)
-    # `after` is right for all operands; a shorter way would be that of inner ones.
-    return replace(inner, before=before, after=after, usual=None, notes=notes)
+    return tuple(
+        replace(
+            around(way, outer.before, outer.after),
+            notes=(*outer.notes, *way.notes),
+            problem=outer.graph,
+        )
+        for way in fusion.legalize(outer.graph, target).candidates
+    )
 
 
 # --- gradient -------------------------------------------------------------------------
@@ -193,38 +190,31 @@ def _with_gradient_of_b(graph: Graph, way: Rewrite) -> Rewrite:
     """Return the way to run a gradient, given that to run its product."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
-    names = [{name: role for role, name in x} for x in (node.inputs, node.outputs)]
-    role_of = names[0] | names[1]
     dtype = jax_dtype(roles["a"].dtype)
 
-    def by_role(operands: Sequence[jax.Array]) -> Env:
-        pairs = zip(graph.inputs, operands, strict=True)
-        return {role_of[name]: x for name, x in pairs}
-
     def given(operands: Sequence[jax.Array]) -> Arrays:
-        env = by_role(operands)
+        env = by_role(graph, operands)
         return env["grad_output"].astype(dtype), env["b"], env["group_sizes"]
 
     def gradient_of_matrices(operands: Sequence[jax.Array]) -> jax.Array:
-        env = {
-            role: to_logical(roles[role], x) for role, x in by_role(operands).items()
-        }
-        inputs = (env[role] for role in ("a", "grad_output", "group_sizes"))
+        env = by_role(graph, operands)
+        inputs = (
+            to_logical(roles[role], env[role])
+            for role in ("a", "grad_output", "group_sizes")
+        )
         grad = gradient_of_b(*inputs, by_lax=True).astype(dtype)
         return to_stored(roles["grad_b"], grad)
 
-    def before(operands: Sequence[jax.Array]) -> Arrays:
-        return way.before(given(operands))
-
-    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
-        (grad_a,) = way.after(given(operands), results)
+    def results(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
+        (grad_a,) = made
         found = {"grad_a": grad_a}
         if "grad_b" in roles:
             found["grad_b"] = gradient_of_matrices(operands)
+        role_of = {name: role for role, name in node.outputs}
         return tuple(found[role_of[name]] for name in graph.outputs)
 
     more = (_GRADIENT_OF_B,) if "grad_b" in roles else ()
-    return replace(way, before=before, after=after, notes=(*way.notes, *more))
+    return around(way, given, results, notes=more)
 
 
 def _product(roles: Roles, node: Node) -> Graph:

@@ -16,7 +16,7 @@ from jax_cudnn.graph.transforms.folding import families
 from jax_cudnn.graph.walks import made_by, read_by, readers
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Arrays, Rewrite
+from jax_cudnn.legalize.common.legalization import Arrays, Rewrite, around
 
 # The way with f8 operands copied so that neighbours in memory are added up.
 ALONG_SUM = "along the sum"
@@ -95,17 +95,15 @@ def with_reductions(graph: Graph) -> tuple[Rewrite, ...]:
     if editor.tensors[result].dims != graph.tensor(result).dims:
         return ()
 
-    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
-        found = dict(
-            zip(counted.outputs, rewrite.after(operands, results), strict=True)
-        )
+    def results(_: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
+        found = dict(zip(counted.outputs, made, strict=True))
         for name, (count, empty) in counts.items():
             number, dtype = found[count], found[name].dtype
             fill = jnp.where(jnp.isnan(number), jnp.nan, empty).astype(dtype)
             found[name] = jnp.where(number > 0, found[name], fill)
         return tuple(found[name] for name in graph.outputs)
 
-    return (replace(rewrite, after=after),)
+    return (around(rewrite, results=results),)
 
 
 _LARGEST = float(np.finfo(np.float32).max)

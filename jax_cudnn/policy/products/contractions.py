@@ -5,9 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax_cudnn.graph import Graph, Target, is_anchor
-from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES
+from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in
 from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.legalize.products.fusion import WITHIN
@@ -44,22 +43,6 @@ class Contraction:
         if not self.is_whole or kernels.is_unlike_all(self.graph):
             return None
         return kernels.kernel_of(self.graph, tables)
-
-    def slow_engines(self, target: Target | None, tables: Tables) -> tuple[int, ...]:
-        """Return engines of cuDNN that XLA's code was faster than."""
-        return kernels.slow_engines(self.graph, target, tables)
-
-    def own_engines(self, tables: Tables) -> tuple[int, ...]:
-        """Return cuDNN's engines for a depthwise convolution, if it is one."""
-        return kernels.own_engines(self.graph, tables)
-
-    def engines_source(self, target: Target | None, tables: Tables) -> str:
-        """Say where these engines were measured."""
-        return kernels.engines_source(self.graph, target, tables)
-
-    def preference(self, target: Target | None, tables: Tables) -> str:
-        """Return the request for the plan that is to be tried first."""
-        return kernels.preference(self.graph, target, tables)
 
 
 def contraction_of(part: Graph, way: Rewrite) -> Contraction | None:
@@ -100,8 +83,7 @@ def point_of(part: Graph, way: Rewrite) -> Kernel | None:
     node = contraction_in(graph)
     if node.kind not in TRIPLES or not conv_depthwise.is_depthwise(graph, node):
         return None
-    roles = roles_in(graph, node)
-    _, w, output = (roles[role] for role in TRIPLES[node.kind])
+    _, w, output = arrays_in(graph, node)
     channels, _, *window = w.dims
     bits = "16 bits" if output.dtype in NARROW else output.dtype
     words = [node.kind, bits, "depthwise", f"{len(window)} axes"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.nearest import Kernel
@@ -286,7 +286,7 @@ def _has_measured_channels(part: Graph, tables: Tables) -> bool:
     """
     node = _contraction(part)
     assert node is not None
-    w = roles_in(part, node)[TRIPLES[node.kind][1]]
+    _, w, _ = arrays_in(part, node)
     return is_of_groups(class_of(part, tables)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
 
 

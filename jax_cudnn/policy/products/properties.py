@@ -5,7 +5,12 @@ import math
 
 from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes, is_short_sum
+from jax_cudnn.graph.products.conv import (
+    TRIPLES,
+    arrays_in,
+    conv_attributes,
+    is_short_sum,
+)
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
@@ -34,8 +39,7 @@ def is_short_sum_in(graph: Graph) -> bool:
     node = contraction_in(graph)
     if node.kind not in TRIPLES:
         return False
-    roles = roles_in(graph, node)
-    x, w = (roles[role] for role in TRIPLES[node.kind][:2])
+    x, w, _ = arrays_in(graph, node)
     return is_short_sum(x.dims, w.dims)
 
 
@@ -47,8 +51,7 @@ class Convolution:
         self.kind = self._node.kind
         # Set where tables are at hand: whether the first way has more channels.
         self.is_first_with_more = False
-        roles = roles_in(graph, self._node)
-        self._x, self._w, self._output = (roles[role] for role in TRIPLES[self.kind])
+        self._x, self._w, self._output = arrays_in(graph, self._node)
 
     @property
     def is_depthwise(self) -> bool:
@@ -152,8 +155,7 @@ class Depthwise:
         self.way, self.kind = way.names[0], self._node.kind
         # Of all ways of writing it.
         self.has_own_engine, self.is_first = has_own_engine, is_first
-        roles = roles_in(way.graph, self._node)
-        self._x, self._w = (roles[role] for role in TRIPLES[self.kind][:2])
+        self._x, self._w, _ = arrays_in(way.graph, self._node)
 
     @property
     def has_engine(self) -> bool:
@@ -207,11 +209,9 @@ class CausalConvolution:
 
     def __init__(self, part: Graph, way: Rewrite) -> None:
         (node,) = part.nodes
-        x, w = (roles_in(part, node)[role] for role in ("x", "w"))
+        x = roles_in(part, node)["x"]
         self.kind, self.dtype = node.kind, x.dtype
         self.is_by_function = causal_conv1d.FUNCTION in way.names
-        self.is_channels_last = x.order[-1] == 2
-        self.taps = w.dims[0]
         self.elements = math.prod(x.dims)
 
 

@@ -71,9 +71,9 @@ def test_a_graph_takes_the_passes_for_what_it_has(
     found: list[str] = []
 
     def noting(name: str, each: Pass) -> Pass:
-        def run(editor: Any, target: Target | None) -> None:
+        def run(editor: Any) -> None:
             found.append(name)
-            each.run(editor, target)
+            each.run(editor)
 
         return each._replace(run=run)
 

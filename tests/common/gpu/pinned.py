@@ -30,7 +30,7 @@ def pinned(
         target=target,
         request=request,
     )
-    return jax.jit(lambda *operands: run_cudnn(step, operands))
+    return jax.jit(lambda *operands: run_cudnn(step, *operands))
 
 
 def judge_every_plan(part: Graph, *, fewest: int = 2) -> None:

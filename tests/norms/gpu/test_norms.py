@@ -290,6 +290,6 @@ def test_results_have_the_dtypes_of_the_graph() -> None:
     plan = native.plan(to_json(rewrite.graph))
     step = PartDecision(part=graph, rewrite=rewrite, plan=plan, target=target)
     arrays = draw_arrays(graph)
-    found = jax.jit(lambda *xs: run_cudnn(step, xs))(*arrays)
+    found = jax.jit(lambda *xs: run_cudnn(step, *xs))(*arrays)
     judge(["output"], found, evaluate(graph, arrays), _in_f64(graph, arrays))
     assert found[0].dtype == jax_dtype("f32")

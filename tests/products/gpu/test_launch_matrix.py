@@ -222,7 +222,7 @@ def test_sums_beside_activations_are_launched_and_right(
             step = PartDecision(
                 part=part.graph, rewrite=rewrite, plan=plan, target=target
             )
-            found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*operands)
+            found = jax.jit(lambda *xs, step=step: run_cudnn(step, *xs))(*operands)
             truth = _in_f64(part.graph, operands)
             try:
                 for tensor, x, expected in zip(
