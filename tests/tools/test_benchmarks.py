@@ -379,7 +379,7 @@ def test_pages_are_what_programs_print_of_their_data() -> None:
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     pages = dict(importlib.import_module("benchmarks.harness.pages").printed())
-    assert len(pages) >= 30
+    assert len(pages) > 20
     stale = [page.name for page, text in pages.items() if page.read_text() != text]
     assert stale == [], "run `python -m benchmarks.pages`"
 
@@ -484,31 +484,6 @@ def test_xla_forms_have_the_results_of_plain_jax() -> None:
                 for f in (work.ours, *work.plain.values())
             )
         assert all(each == first for each in others), str(work)
-
-
-def test_small_attention_is_drawn_for_each_case() -> None:
-    benchmark = importlib.import_module("benchmarks.policy.small_attention")
-    calls = [call for _, call in benchmark.cases(small=True)]
-    cases = [(call.has_gradients, benchmark.is_one(call)) for call in calls]
-    assert {case: cases.count(case) for case in cases} == dict.fromkeys(
-        [(False, False), (False, True), (True, False), (True, True)], 2
-    )
-    rows = [
-        {
-            "call": call.title,
-            "has_gradients": call.has_gradients,
-            "is_one": benchmark.is_one(call),
-            "scores": scores,
-            **{"xla_us": 2.0, "ratio": 0.5, "ratio_low": 0.5, "ratio_high": 0.5},
-        }
-        for call in calls
-        for scores in (2**20, 2**23)
-    ]
-    environment = importlib.import_module("benchmarks.harness.versions").environment()
-    page = benchmark.markdown({"environment": environment, "rows": rows})
-    assert page.count("| 2 | 0.50 | 0.50 | 0.50 |") == 8
-    heads = 2 * 2  # and the lines below them
-    assert page.count("\n| ") == 8 + len(rows) + heads
 
 
 @pytest.mark.thorough
