@@ -22,7 +22,7 @@ from benchmarks.harness.contest import (
     measure,
     reason,
 )
-from benchmarks.harness.page import Data, Page, gpu_of, ranged, spread, table
+from benchmarks.harness.page import FINE_RANGE, FINELY_RANGED, Data, Page, gpu_of, table
 from benchmarks.harness.records import Table
 from benchmarks.harness.tokamax_side import tokamax
 from benchmarks.harness.torch_side import torch
@@ -132,10 +132,8 @@ def _failure(row: dict[str, Any]) -> str:
 
 def _show(rows: Rows) -> None:
     for row in rows:
-        told = (
-            row.get("failure")
-            or f"{row['median_us']:10.1f} µs  {ranged(row, digits=3)}"
-        )
+        times = "{median_us:10.1f} µs  " + FINELY_RANGED
+        told = row.get("failure") or times.format_map(row)
         print(f"  {row['what']:15s} {row['contender']:16s} {told}  {verdict(row)}")
     sys.stdout.flush()
 
@@ -218,5 +216,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
         facts += ["", "", f"failed: {told}", ""]
     else:
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
-        facts += [spread(row, digits=3), f"{max(row['errors']):.1e}"]
+        facts += [FINE_RANGE.format_map(row), f"{max(row['errors']):.1e}"]
     return [*facts, verdict(row)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.page import Data, Page, spread, table, versions_text
+from benchmarks.harness.page import RANGE, Data, Page, table, versions_text
 from benchmarks.products.fusion_cells import CELLS, GOALS, GROUPS
 from jax_cudnn.choices import Choice, Key
 
@@ -211,7 +211,7 @@ def _number(value: float | None) -> str:
 def _with_range(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"**{row['ratio']:.2f}** ({spread(row)})"
+    return f"**{row['ratio']:.2f}** ({RANGE.format_map(row)})"
 
 
 def _who(calls: Sequence[dict[str, Any]]) -> str:
