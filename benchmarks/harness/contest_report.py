@@ -22,7 +22,7 @@ from benchmarks.harness.contest import (
     measure,
     reason,
 )
-from benchmarks.harness.page import Data, Page, gpu_of, ranged, spread, table
+from benchmarks.harness.page import FINE_RANGE, FINELY_RANGED, Data, Page, gpu_of, table
 from benchmarks.harness.records import Table
 from benchmarks.harness.tokamax_side import tokamax
 from benchmarks.harness.torch_side import torch
@@ -63,7 +63,7 @@ def run(
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
-    settings = _settings(options, with_first=with_first)
+    chosen = settings(options, with_first=with_first)
     untuned = shipped()
     rows_of_all = Table(
         folder=options.out,
@@ -77,12 +77,12 @@ def run(
     failed: list[str] = []
     for cell in wanted:
         print(f"[{time.monotonic() - start:5.1f} s] {cell.name}", flush=True)
-        measured = _measured(cell, settings, untuned)
+        measured = _measured(cell, chosen, untuned)
         failed += [_failure(row) for row in measured if _is_our_failure(row)]
-        _show(measured)
+        show(measured)
         rows_of_all.add(*measured)
         gc.collect()
-        if settings.with_torch:
+        if chosen.with_torch:
             torch_side.forget_compiled()
             torch_side.release_memory()
     print(f"[{time.monotonic() - start:5.1f} s] done")
@@ -90,7 +90,8 @@ def run(
         sys.exit("failed: " + "; ".join(failed))
 
 
-def _settings(options: argparse.Namespace, *, with_first: bool) -> Settings:
+def settings(options: argparse.Namespace, **more: Any) -> Settings:
+    """Return settings as options and the machine ask for, and those given."""
     has_gpu = jax.default_backend() == "gpu"
     is_there = torch is not None and torch.cuda.is_available() == has_gpu
     with_torch = is_there and not options.no_torch
@@ -101,7 +102,7 @@ def _settings(options: argparse.Namespace, *, with_first: bool) -> Settings:
     return Settings(
         with_torch=with_torch,
         with_tuning=has_gpu and not options.no_tuning,
-        with_first=with_first,
+        **more,
         **({"rounds": 2, "round_ms": 1.0, "most_sets": 2} if options.small else {}),
     )
 
@@ -112,10 +113,10 @@ def shipped() -> dict[Key, Choice]:
     return choices.table().all()
 
 
-def _measured(cell: Cell, settings: Settings, untuned: Mapping[Key, Choice]) -> Rows:
+def _measured(cell: Cell, using: Settings, untuned: Mapping[Key, Choice]) -> Rows:
     """Return the rows of a cell, or one that says why there are none."""
     try:
-        return measure(cell, settings, untuned)
+        return measure(cell, using, untuned)
     except Exception as error:
         facts = {"operation": cell.operation, "size": cell.size, "what": ""}
         return [{**facts, "contender": "all", "failure": reason(error)}]
@@ -130,12 +131,11 @@ def _failure(row: dict[str, Any]) -> str:
     return f"{' '.join(row[name] for name in names)}: {row['failure']}"
 
 
-def _show(rows: Rows) -> None:
+def show(rows: Rows) -> None:
+    """Print the times of contenders, and whether they meet their goals."""
     for row in rows:
-        told = (
-            row.get("failure")
-            or f"{row['median_us']:10.1f} µs  {ranged(row, digits=3)}"
-        )
+        times = "{median_us:10.1f} µs  " + FINELY_RANGED
+        told = row.get("failure") or times.format_map(row)
         print(f"  {row['what']:15s} {row['contender']:16s} {told}  {verdict(row)}")
     sys.stdout.flush()
 
@@ -218,5 +218,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
         facts += ["", "", f"failed: {told}", ""]
     else:
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
-        facts += [spread(row, digits=3), f"{max(row['errors']):.1e}"]
+        facts += [FINE_RANGE.format_map(row), f"{max(row['errors']):.1e}"]
     return [*facts, verdict(row)]

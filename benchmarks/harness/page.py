@@ -8,10 +8,11 @@ from typing import Any
 Row = dict[str, Any]
 Data = dict[str, Any]
 
-# The cells of a row that has a ratio with its lowest and highest round.
+# Formats of a row that has a ratio with its lowest and highest round.
 RANGE = "{ratio_low:.2f}-{ratio_high:.2f}"
 RANGED = "{ratio:.2f} (" + RANGE + ")"
 FINE_RANGE = "{ratio_low:.3f}-{ratio_high:.3f}"
+FINELY_RANGED = "{ratio:.3f} (" + FINE_RANGE + ")"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +84,6 @@ def table(columns: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
 def line(cells: Iterable[object]) -> str:
     """Return a line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def spread(row: Mapping[str, Any], name: str = "ratio", digits: int = 2) -> str:
-    """Return the lowest and the highest of rounds, as in "0.71-0.94"."""
-    return f"{row[f'{name}_low']:.{digits}f}-{row[f'{name}_high']:.{digits}f}"
-
-
-def ranged(row: Mapping[str, Any], name: str = "ratio", digits: int = 2) -> str:
-    """Return a median with its spread, as in "0.80 (0.71-0.94)"."""
-    return f"{row[name]:.{digits}f} ({spread(row, name, digits)})"
 
 
 def gpu_of(row: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import program, torch_side
-from benchmarks.harness.page import Data, Page, gpu_of, spread, table
+from benchmarks.harness.page import FINE_RANGE, Data, Page, gpu_of, table
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.models.cudnn_kit import CudnnKit, F8Kit
@@ -201,7 +201,7 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     share = row["share_of_peak"]
     return [
         *(row["model"], row["size"], gpu_of(row), row["what"], row["contender"]),
-        *(f"{row['ms']:.2f}", f"{row['ratio']:.3f}", spread(row, digits=3)),
+        *(f"{row['ms']:.2f}", f"{row['ratio']:.3f}", FINE_RANGE.format_map(row)),
         *(row["compile_s"], row["tuning_s"] or "", row["mib"]),
         *(row.get("temp_mib", ""), "" if share is None else f"{share:.1%}"),
     ]

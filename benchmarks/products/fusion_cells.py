@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
+from benchmarks.harness import contest
 from benchmarks.harness.operands import Operand
 from benchmarks.harness.torch_side import torch
 
 Group = Literal["conv", "matmul", "resnet50", "convnext", "mlp"]
 Name = Literal["relu", "silu", "gelu"]
 Function = Callable[..., Any]
+
+# The largest relative errors of results and gradients: there are two or three roundings
+# to bf16 on the way (contest.py).
+_BOUNDS = (1e-2, 1e-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +69,12 @@ class Cell(abc.ABC):
 
     @abc.abstractmethod
     def torch_function(self, *operands: Any) -> Any:
-        """Compute it by PyTorch, from what ``to_torch`` returns."""
+        """Compute it by PyTorch, in the layout of ``torch_way``."""
 
-    @abc.abstractmethod
-    def to_torch(self, operands: Sequence[Any]) -> list[Any]:
-        """Rearrange tensors from JAX's layout to the one that PyTorch runs fastest."""
-
-    @abc.abstractmethod
-    def from_torch(self, results: Sequence[Any]) -> list[Any]:
-        """Bring the result, and gradients if there are any, into JAX's layout."""
+    @property
+    def torch_way(self) -> contest.Way:
+        """PyTorch's function, and the layout that it runs fastest."""
+        return contest.Way(function=self.torch_function)
 
     @abc.abstractmethod
     def tiny(self) -> "Cell":
@@ -100,28 +102,24 @@ class Cell(abc.ABC):
     def __str__(self) -> str:
         return self.key
 
-    def bytes(self, *, gradients: bool) -> int:
-        """Memory traffic that no implementation can do without.
-
-        Each array is read or written once, and a second time if the backward pass needs
-        it as well. Other arrays that are saved for the backward pass are not counted.
-        """
-        sizes = [
-            math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in self.operands
-        ]
-        output = math.prod(self.output) * 2
-        if not gradients:
-            return sum(sizes) + output
-        # The factors twice, the output and its cotangent, and a gradient for each.
-        return 2 * sum(sizes) + sum(sizes[:2]) + 2 * output
-
-    def floor_us(
-        self, bandwidth: float, rate: float, *, gradients: bool
-    ) -> tuple[float, str]:
-        """Return the least time at bytes/s and flop/s, and which of them it is for."""
-        memory = self.bytes(gradients=gradients) / bandwidth * 1e6
-        sums = self.flops * (3 if gradients else 1) / rate * 1e6
-        return (memory, "memory") if memory > sums else (sums, "flops")
+    def contest(self) -> contest.Cell:
+        """Return what contenders compute; XLA's forms after the first have names."""
+        forms = iter(self.xla_forms.items())
+        _, first = next(forms)
+        return contest.Cell(
+            operation=self.group,
+            size=self.name,
+            operands=self.operands,
+            rivals={
+                contest.XLA: contest.Way(function=first),
+                **{name: contest.Way(function=form) for name, form in forms},
+            },
+            ours=lambda: lambda *operands: self.ours(*operands),
+            torch=self.torch_way,
+            has_gradients=self.has_gradients,
+            has_products=True,
+            bounds=_BOUNDS,
+        )
 
     def _terms(self, bias: Operand) -> tuple[Operand, ...]:
         terms = [bias] if self.has_bias else []
@@ -237,31 +235,36 @@ class Conv(Cell):
         return self._torch_tail(z, named["residual"])
 
     @property
-    def _channels_first(self) -> tuple[int, ...]:
-        rank = len(self.window) + 2
-        return (0, rank - 1, *range(1, rank - 1))
+    def torch_way(self) -> contest.Way:
+        axes = len(self.window)
 
-    def to_torch(self, operands: Sequence[Any]) -> list[Any]:
-        x, w, *others = operands
-        last = [*range(len(self.window))]
-        is_3d = len(self.window) == 3
-        memory = torch.channels_last_3d if is_3d else torch.channels_last
-        filters = w.permute(len(last) + 1, len(last), *last)
-        return [
-            x.permute(self._channels_first),
-            filters.contiguous(memory_format=memory),
-            *(y.permute(self._channels_first) if y.ndim > 1 else y for y in others),
-        ]
+        def first(tensors: Sequence[Any]) -> list[Any]:
+            order = (0, axes + 1, *range(1, axes + 1))
+            return [x.permute(order) if x.ndim > 1 else x for x in tensors]
 
-    def from_torch(self, results: Sequence[Any]) -> list[Any]:
-        rank = len(self.window) + 2
-        back = (0, *range(2, rank), 1)
-        found = [
-            result.permute(back) if result.ndim > 1 else result for result in results
-        ]
-        if len(results) > 2:  # The output, then x's gradient, then that of w.
-            found[2] = results[2].permute(*range(2, rank), 1, 0)
-        return found
+        def last(tensors: Sequence[Any]) -> list[Any]:
+            order = (0, *range(2, axes + 2), 1)
+            return [x.permute(order) if x.ndim > 1 else x for x in tensors]
+
+        def enter(tensors: Sequence[Any]) -> list[Any]:
+            x, w, *terms = tensors
+            memory = torch.channels_last_3d if axes == 3 else torch.channels_last
+            w = w.permute(axes + 1, axes, *range(axes))
+            return [*first([x]), w.contiguous(memory_format=memory), *first(terms)]
+
+        def gradients(tensors: Sequence[Any]) -> list[Any]:
+            if not tensors:
+                return []
+            x, w, *terms = tensors
+            return [*last([x]), w.permute(*range(2, axes + 2), 1, 0), *last(terms)]
+
+        return contest.Way(
+            function=self.torch_function,
+            enter=enter,
+            cotangents=first,
+            outputs=last,
+            gradients=gradients,
+        )
 
     def tiny(self) -> "Conv":
         is_depthwise = self.groups == self.c
@@ -322,12 +325,6 @@ class Matmul(Cell):
         bias = named["bias"]
         z = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
         return self._torch_tail(z, named["residual"])
-
-    def to_torch(self, operands: Sequence[Any]) -> list[Any]:
-        return list(operands)
-
-    def from_torch(self, results: Sequence[Any]) -> list[Any]:
-        return list(results)
 
     def tiny(self) -> "Matmul":
         return replace(self, m=24, r=16, n=40)

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fusion benchmarks' report: goals met and missed, and a table for each group.
 
-It reads and merges what fusion.py measured, and needs no GPU.
+It reads what fusion.py measured, and needs no GPU.
 """
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.page import Data, Page, spread, table, versions_text
-from benchmarks.products.fusion_cells import CELLS, GOALS, GROUPS
+from benchmarks.harness.page import RANGE, Data, Page, table, versions_text
+from benchmarks.products.fusion_cells import GOALS, GROUPS
 from jax_cudnn.choices import Choice, Key
 
 FORWARD, BOTH = "fwd", "fwd+bwd"
@@ -69,33 +67,7 @@ def origin(info: dict[str, Any]) -> str:
     return f"{versions_text(info['environment'])}, {info['date']}"
 
 
-# --- data of several runs -------------------------------------------------------------
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the data of a run."""
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the cells of several runs in their usual order; later files win."""
-    runs: list[dict[str, Any]] = []
-    cells: dict[str, dict[str, Any]] = {}
-    failures: dict[str, dict[str, Any]] = {}
-    for data in map(read, paths):
-        for cell in data["cells"]:
-            # A merged file's cells know their run already.
-            number = len(runs) + cell.get("run", 0)
-            cells[cell["cell"]] = {**cell, "run": number}
-        failures |= {failure["cell"]: failure for failure in data["failures"]}
-        runs += data["runs"]
-    order = {cell.key: i for i, cell in enumerate(CELLS)}
-    keys = sorted(cells, key=lambda key: order.get(key, len(order)))
-    return {
-        "runs": runs,
-        "cells": [cells[key] for key in keys],
-        "failures": [f for key, f in failures.items() if key not in cells],
-    }
+# --- choices --------------------------------------------------------------------------
 
 
 def tuned_choices(data: dict[str, Any]) -> dict[Key, Choice]:
@@ -211,7 +183,7 @@ def _number(value: float | None) -> str:
 def _with_range(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return f"**{row['ratio']:.2f}** ({spread(row)})"
+    return f"**{row['ratio']:.2f}** ({RANGE.format_map(row)})"
 
 
 def _who(calls: Sequence[dict[str, Any]]) -> str:
@@ -254,15 +226,18 @@ def _tuning(data: dict[str, Any]) -> Iterator[str]:
             f"{statistics.median(first):.2f} times as long as the best one (median; at "
             f"worst {max(first):.2f} times)."
         )
-    yield (
-        "Seconds a cell, median and most: "
-        + ", ".join(
-            f"{name} {statistics.median(values):.1f} and {max(values):.1f}"
-            for name, values in _seconds(data).items()
-        )
-        + ". Cells that differ only in what follows the sums are tuned together, in "
-        "the time of the first."
+    seconds = _seconds(data)
+    told = ", ".join(
+        f"{name} {statistics.median(values):.1f} and {max(values):.1f}"
+        for name, values in seconds.items()
     )
+    told = f"Seconds a cell, median and most: {told}."
+    if "tune" in seconds:  # Until November 2026, tuning had a time of its own.
+        told += (
+            " Cells that differ only in what follows the sums are tuned together, in "
+            "the time of the first."
+        )
+    yield told
     yield ""
     yield from table(
         "graph | operands | >first / best | >cuDNN, µs | >XLA, µs | chosen",

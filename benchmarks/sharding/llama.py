@@ -34,12 +34,12 @@ from llama.settings import SIZES, LlamaSettings
 from llama.task import llama_task
 
 from benchmarks.harness.page import (
+    RANGED,
     Data,
     Page,
     Row,
     gpu_of,
     last_run_text,
-    ranged,
     table,
 )
 from benchmarks.harness.profiler import Event, recorded
@@ -124,7 +124,7 @@ class Program(Compiled):
 
 def busy(contender: Contender) -> dict[str, float]:
     """Return for how many ms the first GPU computes, sends, and does either."""
-    found = recorded(contender, 1, "/device:GPU:0")
+    found = recorded(contender, "/device:GPU:0")
     sends = [event for event in found if "nccl" in event.name]
     computes = [event for event in found if "nccl" not in event.name]
     groups = {"computes_ms": computes, "sends_ms": sends, "busy_ms": found}
@@ -232,7 +232,7 @@ def _cells(row: Row) -> list[Any]:
     return [
         *(row["size"], gpu_of(row), row["mesh"], row["rows"]),
         *(f"{row['remat']}{looped}", row["contender"]),
-        *(f"{row['ms']:,.1f}", ranged(row), f"{row['tokens_s_gpu']:,}"),
+        *(f"{row['ms']:,.1f}", RANGED.format_map(row), f"{row['tokens_s_gpu']:,}"),
         "" if share is None else f"{share:.1%}",
         ", ".join(f"{part:.0f}" for part in parts if part is not None),
         *(f"{row['mib']:,}", f"{row['compile_s']:.0f}", f"{row['tuning_s']:.0f}"),

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from benchmarks.harness.call_times import batched, timed
 from benchmarks.harness.contest import BOTH, FORWARD, Function, program
 from benchmarks.harness.operands import as_operand, count_of, drawn_sets
-from benchmarks.harness.page import Data, Page, table
+from benchmarks.harness.page import RANGED, Data, Page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Timing, summary
 from benchmarks.xla.xla_form_cells import Workload, workloads
@@ -173,8 +173,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 def _place(row: Mapping[str, Any], what: str) -> str:
     found = row[what]
     return (
-        f"{row['operation']} {row['size']}, {what}: {found['ratio']:.2f} "
-        f"({found['ratio_low']:.2f}-{found['ratio_high']:.2f}) of {found['plain']}, "
+        f"{row['operation']} {row['size']}, {what}: {RANGED.format_map(found)} "
+        f"of {found['plain']}, "
         f"which takes {found['plain_us']:.1f} µs"
     )
 

@@ -281,7 +281,7 @@ def test_other_engines_are_left_to_xla(name: str, kind: str, fast: list[int]) ->
     ("file", "target", "fewest", "kept", "lost"),
     [
         # Without an engine of its own for f32, another kernel takes 1.25 of XLA's time.
-        ("depthwise", _H100, 100, [("conv_wgrad, filters [3,3,1,192]", "f32", 61)], []),
+        ("depthwise", _H100, 90, [("conv_wgrad, filters [3,3,1,192]", "f32", 61)], []),
         # Kernels most like these decide, which take 30 us or have other windows.
         (
             "depthwise_9.28",
@@ -302,7 +302,6 @@ def test_auto_goes_by_what_was_measured(
     """In each row of the table whose first way is clearly faster or slower."""
     # Last on the path, so that the package is the installed one.
     from benchmarks.products import depthwise
-    from benchmarks.products.conv_ways import named_op
 
     file_of_rows = _ROOT / f"docs/internals/measured/{file}.json"
     data = json.loads(file_of_rows.read_text())
@@ -313,7 +312,7 @@ def test_auto_goes_by_what_was_measured(
     left, slow, judged = [], [], 0
     for cell in depthwise.cells(small=False):
         for part in cell.parts():
-            row = rows.get((named_op(part), operand_text(part)))
+            row = rows.get((depthwise.named_op(part), operand_text(part)))
             if row is None:
                 continue
             first = ranked(part, target)[0]
