@@ -112,9 +112,11 @@ hand, and of the TF32 in which f32 is multiplied. Programs and convolutions are 
 with the plain function in float64 on a CPU. Their bound is four times the largest error
 that XLA makes in the same dtypes. That of a mixture of experts is a part of the
 result's largest number: 16 roundings to its dtype and 32 of gradients, and in f8 0.2
-and 0.35 besides. A problem is right if all entries of all results are within it; "by
-XLA", if cuDNN ran no part of it (by `plans.inspect`). What cuDNN refuses is computed
-with "auto" as well, and would be wrong here if that were.""".splitlines()
+and 0.35 besides. A single expert's share, normalised, is 1: the router's gradient is
+what rounding leaves of terms that cancel, and may be 2^-20 of them. A problem is right
+if all entries of all results are within it; "by XLA", if cuDNN ran no part of it (by
+`plans.inspect`). What cuDNN refuses is computed with "auto" as well, and would be wrong
+here if that were.""".splitlines()
 _OUTCOMES = ("right", "by XLA", "wrong", "refused", "failed")
 
 

@@ -272,13 +272,17 @@ def _layer_truth(
     # and a sum forward, and of as many backward; 16 and 32 of them hold for all. In f8,
     # three operands in turn have 4 bits, and cotangents 3.
     u = 2.0**-10 if arrays["x"].dtype == np.float32 else unit(arrays["x"].dtype)
+    # A single share that is normalised is 1: the terms of its gradient, in f32, cancel.
+    terms = found.pop("terms of router_w", np.zeros(1))
+    cancelled = {"gradient of router_w": 2.0**-20 * np.abs(terms).max()}
     judged = {}
     for name, value in found.items():
         part = 16 * u if name == "output" else 32 * u
         if is_f8:
             part += 0.2 if name == "output" else 0.35
         largest = np.abs(value[np.isfinite(value)]).max(initial=0)
-        judged[name] = Judged(value, np.full(value.shape, part * largest))
+        bound = part * largest + cancelled.get(name, 0.0)
+        judged[name] = Judged(value, np.full(value.shape, bound))
     return judged
 
 
@@ -296,7 +300,10 @@ def layer_with_gradients(
     capacity_factor: float | None,
     cotangent: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return a layer's output and, given its cotangent, the gradients by name."""
+    """Return a layer's output and, given its cotangent, the gradients by name.
+
+    "terms of router_w" is the gradient of the router's weights without its signs.
+    """
     z = x @ router_w
     t, e = z.shape
     s = np.exp(z - z.max(1, keepdims=True))
@@ -330,17 +337,25 @@ def layer_with_gradients(
         grads["x"][own] += by_a @ gate_w[i].T + by_b @ up_w[i].T
     if cotangent is None:
         return {"output": output}
-    by_s = scale * by_share / total
-    if normalize:
-        mean = (by_share * s).sum(1, keepdims=True) / total**2
-        by_s = by_s - np.where(is_chosen, scale * mean, 0)
-    if scores == "softmax":
-        by_z = s * (by_s - (by_s * s).sum(1, keepdims=True))
-    else:
-        by_z = by_s * s * (1 - s)
+
+    def by_logits(by_share: np.ndarray, sign: int) -> np.ndarray:
+        """Return the cotangent of the logits; with a sign of 1, terms are added."""
+        by_s = scale * by_share / total
+        if normalize:
+            mean = (by_share * s).sum(1, keepdims=True) / total**2
+            by_s = by_s + sign * np.where(is_chosen, scale * mean, 0)
+        if scores == "softmax":
+            return s * (by_s + sign * (by_s * s).sum(1, keepdims=True))
+        return by_s * s * (1 - s)
+
+    by_z = by_logits(by_share, -1)
     grads["x"] += by_z @ router_w.T
     grads["router_w"] = x.T @ by_z
-    return {"output": output, **{f"gradient of {n}": g for n, g in grads.items()}}
+    return {
+        "output": output,
+        **{f"gradient of {n}": g for n, g in grads.items()},
+        "terms of router_w": np.abs(x).T @ by_logits(np.abs(by_share), 1),
+    }
 
 
 def _kept(chosen: np.ndarray, experts: int, factor: float | None) -> np.ndarray:
