@@ -178,8 +178,6 @@ _FAST: dict[str, Any] = {
     "holes": ((64, 28, 28, 192), 3, {"rhs_dilation": (2, 2)}),
     "even windows": ((64, 28, 28, 192), 2, {"padding": "VALID"}),
     "windows of 13": ((32, 28, 28, 256), 13, {}),
-    "causal": ((8, 2048, 512), 4, {"padding": ((3, 0),)}),
-    "one axis, holes": ((16, 2048, 512), 3, {"rhs_dilation": (4,)}),
     "three axes": ((2, 32, 32, 32, 64), 3, {}),
 }
 
