@@ -24,13 +24,13 @@ from benchmarks.harness.page import Data, Page, table
 from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, alternate
 from jax_cudnn import native
-from jax_cudnn.calibration.measuring import by_cudnn, by_xla
+from jax_cudnn.calibration.measuring import by_xla
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text, to_json
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.legalize import Rewrite
-from jax_cudnn.lowering import traced_program
+from jax_cudnn.lowering import run_cudnn, traced_program
 from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.lowering.devices import local_device, local_target
 from jax_cudnn.policy import ranked
@@ -227,7 +227,7 @@ class _Kernel:
 
     def _compiled(self, step: PartDecision) -> Callable[..., Any]:
         with jax.default_device(local_device()):
-            run = functools.partial(by_cudnn, step)
+            run = functools.partial(run_cudnn, step)
             return compile_over_sets(run, self._operands.types)
 
 
