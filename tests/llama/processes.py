@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains Llama in two processes, in one, and in one that goes on where two stopped."""
+"""Trains Llama in two processes, in one, and there again from where two stopped."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import train_llama
 from language import processes
-given, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+given, file = json.loads(sys.argv[1]), Path(sys.argv[2])
 arguments = train_llama.parse_arguments(given)
 import jax
 jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
@@ -40,11 +40,18 @@ gradient = jax.jit(trainer.gradient, out_shardings=(None, places))
 loss, found = gradient(trainer.initial().params, batch)
 arrays = {f"gradient{i}": processes.whole(x)
           for i, x in enumerate(jax.tree.leaves(found))}
-state = train_llama.run(given)
-arrays |= {f"parameter{i}": processes.whole(x)
-           for i, x in enumerate(jax.tree.leaves(state.params))}
-if processes.is_first():
-    np.savez(folder, loss=loss, losses=np.asarray(state.losses), **arrays)
+arrays["loss"] = loss
+
+def run(given, file, **arrays):
+    state = train_llama.run(given)
+    arrays |= {f"parameter{i}": processes.whole(x)
+               for i, x in enumerate(jax.tree.leaves(state.params))}
+    if processes.is_first():
+        np.savez(file, losses=np.asarray(state.losses), **arrays)
+
+run(given, file, **arrays)
+if checkpoints := sys.argv[4:]:
+    run([*given, "--checkpoints", *checkpoints], file.with_name("resumed"))
 """
 
 
@@ -55,7 +62,9 @@ def train(
     whole: Mapping[str, str],
     devices: int,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Return what two processes found, what one did, and one that resumed at step 3.
+    """Return what two processes found, what one did, and one after resuming at step 3.
+
+    The gradient of the first step is not among what was found after resuming.
 
     ``halves`` and ``whole`` are the environments in which a process has half of the
     devices, and all of them. Two sets of weights and checkpoints lie in ``folder``.
@@ -67,11 +76,13 @@ def train(
     arguments += ("--text", str(folder / "text"), "--save-every", "3")
     arguments += ("--picture", str(folder / "losses.png"))
 
-    def start(environment: Mapping[str, str], name: str, *own: str) -> subprocess.Popen:
+    def start(
+        environment: Mapping[str, str], name: str, *own: str, resumed: tuple[Path, ...]
+    ) -> subprocess.Popen:
         given = json.dumps([*arguments, *own])
         program = (sys.executable, "-c", _PROGRAM, given, str(folder / name))
         return subprocess.Popen(
-            [*program, str(devices)],
+            [*program, str(devices), *map(str, resumed)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -81,20 +92,22 @@ def train(
     own = ("--checkpoints", str(folder / "two"), "--save-weights", str(folder / "w"))
     own += ("--processes", "2", "--coordinator", f"localhost:{_free_port()}")
     started = [
-        start(environment, "two.npz", *own, "--process", str(number))
+        start(environment, "two", *own, "--process", str(number), resumed=())
         for number, environment in enumerate(halves)
     ]
     first, second = _ended(*started)
     assert f"Devices     {devices} " in first
     assert "step" not in second, "only the first process tells of the run"
 
-    # One process goes on where two were after three steps.
+    # One process trains, and then goes on where two were after three steps.
     (folder / "cut").mkdir()
     (folder / "two" / "3").rename(folder / "cut" / "3")
-    _ended(start(whole, "resumed.npz", "--checkpoints", str(folder / "cut")))
-    _ended(start(whole, "one.npz"))
+    (alone,) = _ended(start(whole, "one", resumed=(folder / "cut",)))
+    assert alone.count("Continuing  at step 3 of ") == 1
     two, one, resumed = (_read(folder / name) for name in ("two", "one", "resumed"))
-    assert set(two) == set(one) == set(resumed)
+    assert set(two) == set(one)
+    at_first = {name for name in one if name == "loss" or name.startswith("gradient")}
+    assert set(resumed) == set(one) - at_first
     assert np.isfinite(one["losses"]).all()
     assert all(np.any(one[name]) for name in one if name.startswith("gradient"))
     assert [*(folder / "w").glob("*.safetensors")]

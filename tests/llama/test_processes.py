@@ -21,8 +21,8 @@ def test_two_processes_train_as_one_does(tmp_path):
         pytest.importorskip(package, reason=f"{package} is not installed")
     halves = (on_devices(4),) * 2
     two, one, resumed = train(tmp_path, _ARGUMENTS, halves, on_devices(8), 8)
-    for name in one:
-        for other in (two, resumed):
+    for other in (two, resumed):
+        for name in other:
             np.testing.assert_allclose(
                 other[name], one[name], rtol=2e-4, atol=2e-6, err_msg=name
             )

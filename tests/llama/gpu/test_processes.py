@@ -30,7 +30,7 @@ def test_two_processes_train_as_one_does(mesh, tmp_path):
     two, one, resumed = train(tmp_path, arguments, (first, second), both, count)
     for other in (two, resumed):
         np.testing.assert_allclose(other["losses"], one["losses"], rtol=2e-3)
-        for name in one:
+        for name in other:
             want = np.asarray(one[name], float)
             error = np.linalg.norm(np.asarray(other[name], float) - want)
             assert error <= 1e-2 * np.linalg.norm(want), name
