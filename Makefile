@@ -42,7 +42,10 @@ PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not
 
 # Safe path: tests import the installed wheel, not the source tree that they start in,
 # which has no extension. (pytest's importlib mode, in pyproject.toml, is for that too.)
-pytest = PYTHONSAFEPATH=1 $(1)/bin/python -m pytest $(2)
+# Bytecode is kept whatever the machine's settings: without it, each process of the tests
+# compiles all that it imports, which takes half of its collection.
+pytest = PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE= \
+  PYTHONPYCACHEPREFIX=$(CURDIR)/build/pycache $(1)/bin/python -m pytest $(2)
 
 # The folders of all families whose tests need a GPU, or the real cuDNN without one.
 folders = $(wildcard tests/*/$(1))

@@ -47,6 +47,12 @@ def _gradients(function: _Function, count: int) -> _Function:
     return jax.grad(functools.partial(_sine_sum, function), tuple(range(count)))
 
 
+def _with_gradients(function: _Function, count: int) -> _Function:
+    """Return a function of results and gradients: one program compiles both."""
+    gradients = _gradients(function, count)
+    return lambda *operands: (function(*operands), gradients(*operands))
+
+
 def _run(mesh: Mesh, function: _Function, operands: Sequence[jax.Array]) -> Any:
     with jax.set_mesh(mesh):
         return jax.jit(function)(*operands)
@@ -63,14 +69,17 @@ def _check(
 ) -> None:
     """Compare numbers and types of results and of gradients."""
     sharded = placed(mesh, operands, specs)
-    kinds = [lambda f: f]
+    pair = [ours, plain]
     if with_gradients:
-        kinds.append(lambda f: _gradients(f, len(operands)))
-    for kind in kinds:
-        found, want = (_run(mesh, kind(f), sharded) for f in (ours, plain))
-        assert _specs(found) == _specs(want)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        pair = [_with_gradients(each, len(operands)) for each in pair]
+    found, want = (_run(mesh, each, sharded) for each in pair)
+    assert _specs(found) == _specs(want)
+    _assert_close(found, want)
+
+
+def _assert_close(found: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 # --- products -------------------------------------------------------------------------
@@ -224,10 +233,8 @@ def test_batch_norm_of_positions_on_several_devices(spec: Spec) -> None:
     operands = _draw((4, 8, 8, 8), (8,), (8,))
     mesh = _explicit(x=4, y=2)
     sharded = placed(mesh, operands, [spec, (), ()])
-    for each in (jax_cudnn.batch_norm, _gradients(jax_cudnn.batch_norm, 3)):
-        found, want = _run(mesh, each, sharded), each(*operands)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    both = _with_gradients(jax_cudnn.batch_norm, 3)
+    _assert_close(_run(mesh, both, sharded), jax.jit(both)(*operands))
 
 
 def test_examples_of_batch_norm_on_several_devices() -> None:
@@ -260,10 +267,8 @@ def test_channels_of_a_group_may_be_on_several_devices(groups: int) -> None:
     (x,) = _draw((4, 4, 4, 8))
     call = functools.partial(jax_cudnn.group_norm, groups=groups)
     (sharded,) = placed(_explicit(x=4), [x], [(None, None, None, "x")])
-    for function in (call, _gradients(call, 1)):
-        found, want = jax.jit(function)(sharded), function(x)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    both = jax.jit(_with_gradients(call, 1))
+    _assert_close(both(sharded), both(x))
 
 
 def test_fused_convolutions_are_sharded_as_the_function_is() -> None:
@@ -308,16 +313,16 @@ def test_a_batch_of_one_may_be_carried_on_one_device(name: str) -> None:
     def layers(h: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda h, _: (function(h), None), h, None, 2)[0]
 
+    both = _with_gradients(layers, 1)
+    want = jax.jit(both)(h)
     for sizes, spec in (({"x": 1}, ("x",)), ({"x": 1, "y": 2}, ("x", "y"))):
         if name not in ("matmul", "gated_matmul", "layer_norm", "rms_norm"):
             spec = ("x",)  # the second axis is not the rows'
         mesh = _explicit(**sizes)
         (sharded,) = placed(mesh, [h], [spec])
-        for each in (layers, _gradients(layers, 1)):
-            found, want = _run(mesh, each, [sharded]), each(h)
-            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-                np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-            assert _specs(found) == [P(*spec, *[None] * (h.ndim - len(spec)))]
+        found = _run(mesh, both, [sharded])
+        _assert_close(found, want)
+        assert _specs(found) == [P(*spec, *[None] * (h.ndim - len(spec)))] * 2
 
 
 _EMPTY: list[tuple[_Function, list[tuple[int, ...]]]] = [
@@ -336,10 +341,10 @@ def test_empty_arrays_may_be_sharded(function: _Function, shapes: Any) -> None:
     operands = _draw(*shapes)
     mesh = _explicit(x=2)
     sharded = placed(mesh, operands, [("x",), *[()] * (len(operands) - 1)])
-    for each in (function, _gradients(function, len(operands))):
-        found, want = _run(mesh, each, sharded), each(*operands)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(x, y)
+    both = _with_gradients(function, len(operands))
+    found, want = _run(mesh, both, sharded), jax.jit(both)(*operands)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def _experts(x: jax.Array, router_w: jax.Array, up_w: jax.Array, *, axis: Any) -> Any:

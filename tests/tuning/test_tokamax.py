@@ -35,6 +35,10 @@ def _exact(part: Graph, *operands: jax.Array) -> Any:
     return evaluate(part, list(operands))
 
 
+# One program, instead of one for each operation.
+_evaluate = jax.jit(evaluate, static_argnums=0)
+
+
 def _offer(part: Graph) -> Any:
     return tokamax.offer(part, _exact)
 
@@ -72,9 +76,9 @@ def _by_offers(call: Any, *operands: jax.Array) -> list[list[Any]]:
         given["grad_output"] = to_logical(output, operands[-1])
         program = _offer(graph)
         assert program is not None
-        found = program(*(given[name] for name in graph.inputs))
+        found = jax.jit(program)(*(given[name] for name in graph.inputs))
         stored = [to_stored(t, given[t.name]) for t in graph.input_tensors]
-        made = map(to_logical, graph.output_tensors, evaluate(graph, stored))
+        made = map(to_logical, graph.output_tensors, _evaluate(graph, stored))
         want = dict(zip(graph.outputs, made, strict=True))
         pairs += [[x, y] for x, y in zip(found, want.values(), strict=True)]
         given |= want
@@ -203,8 +207,8 @@ def test_ragged_dot(sizes: tuple[int, ...], dtype: Any, padding: float | None) -
         assert program is not None
         operands = [given[name] for name in graph.inputs]
         stored = map(to_stored, graph.input_tensors, operands)
-        made = map(to_logical, graph.output_tensors, evaluate(graph, list(stored)))
-        for got, want in zip(program(*operands), made, strict=True):
+        made = map(to_logical, graph.output_tensors, _evaluate(graph, list(stored)))
+        for got, want in zip(jax.jit(program)(*operands), made, strict=True):
             _assert_near(got, want)
     assert kinds == {"grouped_matmul", "grouped_matmul_backward"}
 

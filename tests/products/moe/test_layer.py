@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _SIZES = {"T": 13, "D": 6, "E": 5, "F": 7, "G": 3}
 _run_layer = jax.jit(moe.layer, static_argnames=("top_k", "capacity_factor"))
+_run_router = jax.jit(moe.router, static_argnames="top_k")
 
 
 def _problem(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,18 +95,19 @@ def test_a_router_in_f32_beside_bf16_chooses_in_f32() -> None:
     # Equal in bf16.
     router = jnp.ones((_SIZES["D"], _SIZES["E"])) + 1e-4 * jnp.arange(5.0)[None]
     x = jnp.ones_like(arrays["x"])
-    found = moe.router(x, router, top_k=2).experts
+    found = _run_router(x, router, top_k=2).experts
     np.testing.assert_array_equal(found, np.tile([[4, 3]], (_SIZES["T"], 1)))
     arrays["router_w"] = router
-    y, _ = moe.layer(**arrays, top_k=2)
+    y, _ = _run_layer(**arrays, top_k=2)
     assert y.dtype == jnp.bfloat16
 
 
 def test_axes_of_tokens_are_kept() -> None:
     arrays = drawn(2, **_SIZES | {"T": 12})
     flat, _ = _run_layer(**arrays, top_k=2)
-    routing = moe.router(
-        arrays["x"].reshape(3, 4, -1), arrays["router_w"], top_k=2, normalize=False
+    routing = jax.eval_shape(
+        functools.partial(moe.router, top_k=2, normalize=False),
+        *(arrays["x"].reshape(3, 4, -1), arrays["router_w"]),
     )
     assert routing.experts.shape == routing.weights.shape == (3, 4, 2)
     arrays["x"] = arrays["x"].reshape(3, 4, -1)
@@ -192,7 +194,7 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(
 def test_a_spoilt_expert_reaches_its_own_tokens_alone() -> None:
     arrays = drawn(5, **_SIZES)
     arrays["selection_bias"] /= 10
-    experts = moe.router(
+    experts = _run_router(
         arrays["x"],
         arrays["router_w"],
         top_k=2,
@@ -275,12 +277,13 @@ def test_a_program_for_any_number_of_tokens() -> None:
     arrays = drawn(7, PLAIN, **_SIZES)
     x = arrays.pop("x")
 
+    @jax.jit
     def run(x: jax.Array) -> jax.Array:
         return moe.layer(x, **arrays, top_k=2)[0]
 
     (tokens,) = export.symbolic_shape("t")
     like = jax.ShapeDtypeStruct((tokens, x.shape[1]), x.dtype)
-    exported = export.export(jax.jit(run))(like)
+    exported = export.export(run)(like)
     np.testing.assert_allclose(exported.call(x[:5]), run(x[:5]), rtol=1e-5, atol=1e-5)
 
 
@@ -289,12 +292,13 @@ def test_a_program_for_any_number_of_tokens() -> None:
 
 def test_a_permutation_sorts_by_expert_then_choice_then_token() -> None:
     experts = jnp.array([[2, 0], [0, 2], [2, 7], [0, -1]])
-    found = moe.permutation(experts, 4)
+    permutation = jax.jit(moe.permutation, static_argnums=1, static_argnames="capacity")
+    found = permutation(experts, 4)
     np.testing.assert_array_equal(found.group_sizes, [3, 0, 3, 0])
     # Numbers of token * 2 + choice; 8 is no choice.
     np.testing.assert_array_equal(found.source, [2, 6, 1, 0, 4, 3, 8, 8])
     np.testing.assert_array_equal(found.target, [[3, 2], [0, 5], [4, 8], [1, 8]])
-    few = moe.permutation(experts, 4, capacity=2)
+    few = permutation(experts, 4, capacity=2)
     np.testing.assert_array_equal(few.group_sizes, [2, 0, 2, 0])
     np.testing.assert_array_equal(few.source, [2, 6, 0, 4, 8, 8, 8, 8])
     x = jnp.arange(1.0, 5)[:, None]
@@ -302,7 +306,7 @@ def test_a_permutation_sorts_by_expert_then_choice_then_token() -> None:
     rows = jnp.arange(10.0, 18)[:, None].at[4:].set(jnp.nan)
     y = moe.unpermute(rows, few, jnp.full((4, 2), 0.5))
     np.testing.assert_array_equal(y[:, 0], [6, 5, 6.5, 5.5])
-    assert moe.permutation(experts[:3], 2, capacity=1).source.shape == (2,)
+    assert permutation(experts[:3], 2, capacity=1).source.shape == (2,)
 
 
 def test_no_gradient_adds_rows_in_unknown_order() -> None:
