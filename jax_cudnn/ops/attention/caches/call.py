@@ -32,6 +32,7 @@ from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
     check_flag,
+    check_integers,
     clipped,
     describe,
     is_more,
@@ -173,11 +174,14 @@ def _canonicalize(
     table = None
     pages, t, _, _ = sizes_in(layout, k)
     if is_paged:
-        assert page_table is not None
-        numbers = check_page_table(op, page_table, f"query {describe(q)}", b)
+        beside = f"query {describe(q)}"
+        numbers = check_page_table(op, page_table, beside, b)  # type: ignore[arg-type]
         t = t * numbers.shape[1]
         table = jnp.reshape(clipped(numbers, pages - 1), (b, 1, numbers.shape[1], 1))
-    key_lengths = given_lengths("key_value_seq_lengths", lengths, b, farthest(t))
+    name = "key_value_seq_lengths"
+    # Unlike those of queries, they have to be given.
+    integers = check_integers(op, name, lengths)
+    key_lengths = given_lengths(name, integers, b, farthest(t))
     assert key_lengths is not None
     return _Operands(
         query=q,
