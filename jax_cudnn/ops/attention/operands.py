@@ -118,8 +118,12 @@ def canonicalize(
         value=v,
         bias=_check_bias(bias, scores, q.dtype),
         mask=_check_mask(mask, scores),
-        query_lengths=lengths("query_seq_lengths", query_seq_lengths, b, s * shares),
-        key_lengths=lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),
+        query_lengths=None
+        if query_seq_lengths is None
+        else lengths("query_seq_lengths", query_seq_lengths, b, s * shares),
+        key_lengths=None
+        if key_value_seq_lengths is None
+        else lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),
         layout=layout,
     )
     if packed is not None:
@@ -247,11 +251,9 @@ def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str
 
 
 def check_lengths(
-    op: str, owner: str, name: str, lengths: ArrayLike | None, b: int, size: int
-) -> jax.Array | None:
+    op: str, owner: str, name: str, lengths: ArrayLike, b: int, size: int
+) -> jax.Array:
     """Return the lengths of their owners as i32 (b, 1, 1, 1), cut to a size."""
-    if lengths is None:
-        return None
     array = check_integers(op, name, lengths)
     if array.shape != (b,):
         raise ValueError(

@@ -32,7 +32,6 @@ from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
     check_flag,
-    check_integers,
     clipped,
     describe,
     is_more,
@@ -168,7 +167,7 @@ def _canonicalize(
     q, k, v = arrays.values()
     _check_dtypes(op, arrays)
     is_paged = op == _PAGED
-    given_lengths = functools.partial(check_lengths, op, "sequence")
+    checked = functools.partial(check_lengths, op, "sequence")
     _check_shapes(op, arrays, _PAGES if is_paged else _CACHE, layout)
     b, s, _, _ = sizes_in(layout, q)
     table = None
@@ -178,18 +177,15 @@ def _canonicalize(
         numbers = check_page_table(op, page_table, beside, b)  # type: ignore[arg-type]
         t = t * numbers.shape[1]
         table = jnp.reshape(clipped(numbers, pages - 1), (b, 1, numbers.shape[1], 1))
-    name = "key_value_seq_lengths"
-    # Unlike those of queries, they have to be given.
-    integers = check_integers(op, name, lengths)
-    key_lengths = given_lengths(name, integers, b, farthest(t))
-    assert key_lengths is not None
     return _Operands(
         query=q,
         key=k,
         value=v,
         page_table=table,
-        key_lengths=key_lengths,
-        query_lengths=given_lengths("query_seq_lengths", query_lengths, b, s),
+        key_lengths=checked("key_value_seq_lengths", lengths, b, farthest(t)),
+        query_lengths=None
+        if query_lengths is None
+        else checked("query_seq_lengths", query_lengths, b, s),
         layout=layout,
     )
 
