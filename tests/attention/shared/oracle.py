@@ -336,6 +336,13 @@ def chained_graph() -> Graph:
     )
 
 
+def options_of(graph: Graph) -> dict[str, Any]:
+    """Return what NumPy's attention is told of a graph of one node."""
+    attributes: Any = graph.nodes[0].attributes
+    names = ("scale", "is_causal", "window")
+    return {name: getattr(attributes, name) for name in names}
+
+
 # --- drawn cases ----------------------------------------------------------------------
 
 
