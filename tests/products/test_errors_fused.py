@@ -64,81 +64,6 @@ _RANK = (
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"lhs": _zeros(3)},
-            ValueError,
-            f"conv: lhs is f32[3], of rank 1. {_RANK}",
-        ),
-        (
-            {"rhs": _zeros()},
-            ValueError,
-            f"conv: rhs is f32[], of rank 0. {_RANK}",
-        ),
-        (
-            {"rhs": _zeros(1, 1, 1, 1, 1, 1)},
-            ValueError,
-            "conv: rhs is f32[1,1,1,1,1,1], of rank 6, but lhs is f32[2,3,5,4], of "
-            "rank 4. Both must have as many axes. Reshape one of them.",
-        ),
-        (
-            {"rhs": _zeros(7, 3, 2, 3, dtype=jnp.bfloat16)},
-            TypeError,
-            "conv: rhs is bf16[7,3,2,3] but lhs is f32[2,3,5,4]. Both must have one "
-            "dtype. Convert one of them.",
-        ),
-        (
-            {"bias": _zeros(5)},
-            ValueError,
-            f"conv: bias is f32[5]. {_SHAPES}",
-        ),
-        (
-            {"bias": _zeros(4, 2)[0]},
-            ValueError,
-            f"conv: bias is f32[2]. {_SHAPES}",
-        ),
-        (
-            {"residual": _zeros(2, 7, 4, 3)},
-            ValueError,
-            f"conv: residual is f32[2,7,4,3]. {_SHAPES}",
-        ),
-        (
-            {"scale": _zeros(2, 7, 4, 2)},
-            ValueError,
-            "conv: scale is f32[2,7,4,2]. Its shape must be [] or [7], one for each "
-            "out channel. Reshape it.",
-        ),
-        (
-            {"bias": _zeros(7, dtype=jnp.int32)},
-            TypeError,
-            f"conv: bias is i32[7]. {_FLOATS}",
-        ),
-        (
-            {"scale": _zeros(7, dtype=jnp.bool_)},
-            TypeError,
-            f"conv: scale is bool[7]. {_FLOATS}",
-        ),
-        (
-            {"precision": ("highest", "HIGH")},
-            ValueError,
-            f"conv: precision=('highest', 'HIGH') {_PRECISION}",
-        ),
-        (
-            {"implementation": "cuda"},
-            ValueError,
-            "conv: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
-        ),
-    ],
-    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
-)
-def test_wrong_arguments_of_conv(
-    changes: Any, error: type[Exception], message: str
-) -> None:
-    _check(_conv, changes, error, message)
-
-
 @pytest.mark.parametrize("name", ["window_strides", "lhs_dilation", "rhs_dilation"])
 @pytest.mark.parametrize("value", [(1,), (2, 1, 1), (0, 1), (1.5, 1), 2, ("2", 1)])
 def test_steps_are_ints_above_0_for_each_spatial_axis(name: str, value: Any) -> None:
@@ -300,6 +225,69 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
     ("changes", "error", "message"),
     [
         (
+            {"lhs": _zeros(3)},
+            ValueError,
+            f"conv: lhs is f32[3], of rank 1. {_RANK}",
+        ),
+        (
+            {"rhs": _zeros()},
+            ValueError,
+            f"conv: rhs is f32[], of rank 0. {_RANK}",
+        ),
+        (
+            {"rhs": _zeros(1, 1, 1, 1, 1, 1)},
+            ValueError,
+            "conv: rhs is f32[1,1,1,1,1,1], of rank 6, but lhs is f32[2,3,5,4], of "
+            "rank 4. Both must have as many axes. Reshape one of them.",
+        ),
+        (
+            {"rhs": _zeros(7, 3, 2, 3, dtype=jnp.bfloat16)},
+            TypeError,
+            "conv: rhs is bf16[7,3,2,3] but lhs is f32[2,3,5,4]. Both must have one "
+            "dtype. Convert one of them.",
+        ),
+        (
+            {"bias": _zeros(5)},
+            ValueError,
+            f"conv: bias is f32[5]. {_SHAPES}",
+        ),
+        (
+            {"bias": _zeros(4, 2)[0]},
+            ValueError,
+            f"conv: bias is f32[2]. {_SHAPES}",
+        ),
+        (
+            {"residual": _zeros(2, 7, 4, 3)},
+            ValueError,
+            f"conv: residual is f32[2,7,4,3]. {_SHAPES}",
+        ),
+        (
+            {"scale": _zeros(2, 7, 4, 2)},
+            ValueError,
+            "conv: scale is f32[2,7,4,2]. Its shape must be [] or [7], one for each "
+            "out channel. Reshape it.",
+        ),
+        (
+            {"bias": _zeros(7, dtype=jnp.int32)},
+            TypeError,
+            f"conv: bias is i32[7]. {_FLOATS}",
+        ),
+        (
+            {"scale": _zeros(7, dtype=jnp.bool_)},
+            TypeError,
+            f"conv: scale is bool[7]. {_FLOATS}",
+        ),
+        (
+            {"precision": ("highest", "HIGH")},
+            ValueError,
+            f"conv: precision=('highest', 'HIGH') {_PRECISION}",
+        ),
+        (
+            {"implementation": "cuda"},
+            ValueError,
+            "conv: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
+        ),
+        (
             {"a": _zeros()},
             ValueError,
             "matmul: a is f32[]. It must have one axis or more. Multiply by a scalar "
@@ -397,18 +385,6 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
             ValueError,
             f"matmul: precision=() {_PRECISION}",
         ),
-    ],
-    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
-)
-def test_wrong_arguments_of_matmul(
-    changes: Any, error: type[Exception], message: str
-) -> None:
-    _check(_matmul, changes, error, message)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
         (
             {"bias": _zeros(3)},
             ValueError,
@@ -422,10 +398,9 @@ def test_wrong_arguments_of_matmul(
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
-def test_wrong_arguments_of_dot_general(
-    changes: Any, error: type[Exception], message: str
-) -> None:
-    _check(_dot, changes, error, message)
+def test_wrong_arguments(changes: Any, error: type[Exception], message: str) -> None:
+    call = {"conv": _conv, "matmul": _matmul, "dot_general": _dot}
+    _check(call[message.partition(":")[0]], changes, error, message)
 
 
 def test_axes_of_dot_general_are_refused_in_lax_s_words() -> None:
