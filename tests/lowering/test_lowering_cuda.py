@@ -18,14 +18,13 @@ from jax_cudnn.choices import Trial
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
 from jax_cudnn.lowering import cuda, decide, decision, devices, scoped
-from tests.attention.shared.features import FEATURES as ATTENTION
 from tests.attention.shared.oracle import SIZES, attention_graph, backward_graph
 from tests.common.planner import made_plan
 from tests.conftest import Draw
 from tests.lowering.cuda_text import calls_in, check_call, text_of
-from tests.plans.operation_features import FEATURES as OPERATIONS
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
+_Messages = Callable[[], list[str]]
 _ORDINAL = 3
 _WORKSPACE = 4321
 _ALIGNED = {"d": 16, "e": 24}
@@ -77,6 +76,22 @@ def _operands(draw: Draw, dtype: Any = jnp.bfloat16, **sizes: int) -> list[jax.A
 
 def _loss(*operands: Any, **options: Any) -> jax.Array:
     return jnp.sum(sdpa(*operands, **options).astype(jnp.float32))
+
+
+_by_cudnn = functools.partial(sdpa, implementation="cudnn")
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> _Messages:
+    """Return a function that lists what was said, which is said at INFO."""
+    caplog.set_level(logging.INFO, "jax_cudnn")
+
+    def listed() -> list[str]:
+        records = [r for r in caplog.records if r.name == "jax_cudnn"]
+        assert all(r.levelno == logging.INFO for r in records)
+        return [r.getMessage() for r in records]
+
+    return listed
 
 
 # --- without a GPU --------------------------------------------------------------------
@@ -139,11 +154,10 @@ def test_auto_and_cudnn_make_the_same_program(implementation: Any, draw: Draw) -
     assert text_of(function, *operands) == text_of(sdpa, *operands)
 
 
-def test_xla_makes_no_call(draw: Draw, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
+def test_xla_makes_no_call(draw: Draw, messages: _Messages) -> None:
     function = functools.partial(_loss, implementation="xla")
     assert not calls_in(text_of(jax.grad(function), *_operands(draw)))
-    assert not caplog.records
+    assert not messages()
 
 
 def test_other_platforms_make_no_call(draw: Draw) -> None:
@@ -170,13 +184,12 @@ def test_vmap_makes_one_call_with_a_larger_batch(draw: Draw) -> None:
 
 @pytest.mark.parametrize("axis", ["b", "s", "t", "e"])
 def test_empty_tensors_never_reach_cudnn(
-    axis: str, draw: Draw, caplog: pytest.LogCaptureFixture
+    axis: str, draw: Draw, messages: _Messages
 ) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
     function = functools.partial(_loss, implementation="cudnn")
     text = text_of(jax.grad(function), *_operands(draw, **{axis: 0}))
     assert not calls_in(text)
-    assert not caplog.records
+    assert not messages()
 
 
 # --- what is added around the call ----------------------------------------------------
@@ -240,6 +253,7 @@ def test_one_length_brings_the_other(draw: Draw) -> None:
 # --- refusals -------------------------------------------------------------------------
 
 _SUMMARY = "sdpa(query f32[2, 5, 6, 16], key f32[2, 7, 3, 16], value f32[2, 7, 3, 24])"
+_IN_BF16 = _SUMMARY.replace("f32", "bf16")
 _SLOW = (
     "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
     'tokens) and has no gradient; implementation="cudnn" uses it, in memory that does '
@@ -251,43 +265,31 @@ _ADVICE = (
 )
 
 
-def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = [r for r in caplog.records if r.name == "jax_cudnn"]
-    assert all(r.levelno == logging.INFO for r in records)
-    return [r.getMessage() for r in records]
-
-
 def test_auto_runs_f32_with_xla_and_says_so_once(
-    draw: Draw, caplog: pytest.LogCaptureFixture
+    draw: Draw, messages: _Messages
 ) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
     for _ in range(2):
         assert not calls_in(text_of(sdpa, *_operands(draw, jnp.float32)))
-    assert _messages(caplog) == [f"{_SUMMARY} runs with XLA: {_SLOW}"]
+    assert messages() == [f"{_SUMMARY} runs with XLA: {_SLOW}"]
 
 
 def test_a_program_that_is_only_timed_says_nothing(
-    draw: Draw, caplog: pytest.LogCaptureFixture
+    draw: Draw, messages: _Messages
 ) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
     with scoped(trial=Trial({})):
         assert not calls_in(text_of(sdpa, *_operands(draw, jnp.float32)))
-    assert _messages(caplog) == []
+    assert messages() == []
 
 
-def test_auto_says_so_again_for_another_shape(
-    draw: Draw, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
+def test_auto_says_so_again_for_another_shape(draw: Draw, messages: _Messages) -> None:
     for t in (7, 11):
         text_of(sdpa, *_operands(draw, jnp.float32, t=t))
-    assert len(_messages(caplog)) == 2
+    assert len(messages()) == 2
 
 
 def test_cudnn_runs_f32_forward_and_refuses_its_gradient(draw: Draw) -> None:
     operands = _operands(draw, jnp.float32)
-    function = functools.partial(sdpa, implementation="cudnn")
-    (call,) = calls_in(text_of(function, *operands))
+    (call,) = calls_in(text_of(_by_cudnn, *operands))
     check_call(call)
     assert call.graph.tensor("query").dtype == "f32"
     gradient = jax.grad(functools.partial(_loss, implementation="cudnn"))
@@ -300,9 +302,8 @@ def test_cudnn_runs_f32_forward_and_refuses_its_gradient(draw: Draw) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_cudnn_refuses_f64_with_all_that_helps(draw: Draw) -> None:
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(UnsupportedError) as caught:
-        text_of(function, *_operands(draw, jnp.float64))
+        text_of(_by_cudnn, *_operands(draw, jnp.float64))
     reason = "query is f64; cuDNN's sdpa takes bf16, f16, f32"
     assert str(caught.value) == (
         f"cuDNN cannot run {_SUMMARY.replace('f32', 'f64')} here:\n  - {reason}\n"
@@ -366,25 +367,21 @@ def test_auto_falls_back_where_cudnn_has_no_plan(
     expected: tuple[str, ...] | None,
     gpu: FakeGpu,
     draw: Draw,
-    caplog: pytest.LogCaptureFixture,
+    messages: _Messages,
 ) -> None:
     gpu.answer = _refuse(*given)
-    caplog.set_level(logging.INFO, "jax_cudnn")
     assert not calls_in(text_of(sdpa, *_operands(draw)))
-    (message,) = _messages(caplog)
-    summary = _SUMMARY.replace("f32", "bf16")
+    (message,) = messages()
     reasons = "; ".join(expected or given)
-    assert message == f"{summary} runs with XLA: {reasons}"
+    assert message == f"{_IN_BF16} runs with XLA: {reasons}"
 
 
 def test_cudnn_raises_with_cudnns_own_reasons(gpu: FakeGpu, draw: Draw) -> None:
     gpu.answer = _refuse("engine 8: too wide")
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(UnsupportedError) as caught:
-        text_of(function, *_operands(draw))
-    summary = _SUMMARY.replace("f32", "bf16")
+        text_of(_by_cudnn, *_operands(draw))
     assert str(caught.value).startswith(
-        f"cuDNN cannot run {summary} here:\n  - engine 8: too wide"
+        f"cuDNN cannot run {_IN_BF16} here:\n  - engine 8: too wide"
     )
 
 
@@ -392,9 +389,8 @@ def test_limits_of_the_gpu_are_refused_without_asking_cudnn(
     gpu: FakeGpu, draw: Draw
 ) -> None:
     gpu.target = dataclasses.replace(_HOPPER, name="Tesla T4", sm_version=75)
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(UnsupportedError) as caught:
-        text_of(function, *_operands(draw))
+        text_of(_by_cudnn, *_operands(draw))
     assert caught.value.reasons == (
         "Tesla T4 is sm_75; cuDNN's attention needs sm_80 (Ampere) or newer",
     )
@@ -444,28 +440,19 @@ def test_without_a_gpu_the_first_candidate_is_called(draw: Draw) -> None:
     assert "grad_bias" in backward.graph.outputs
 
 
-# --- a broken library -----------------------------------------------------------------
-
-
 def _no_library(graph: Graph) -> int:
     raise LibraryError("libcudnn.so.9 is missing")
 
 
-def test_auto_runs_with_xla_where_the_library_is_missing(
-    gpu: FakeGpu, draw: Draw, caplog: pytest.LogCaptureFixture
+def test_a_missing_library_leaves_auto_to_xla_and_is_an_error_of_cudnn(
+    gpu: FakeGpu, draw: Draw, messages: _Messages
 ) -> None:
     gpu.answer = _no_library
-    caplog.set_level(logging.INFO, "jax_cudnn")
     assert not calls_in(text_of(sdpa, *_operands(draw)))
-    (message,) = _messages(caplog)
+    (message,) = messages()
     assert message.endswith(" runs with XLA: libcudnn.so.9 is missing")
-
-
-def test_cudnn_raises_where_the_library_is_missing(gpu: FakeGpu, draw: Draw) -> None:
-    gpu.answer = _no_library
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(LibraryError, match=r"^libcudnn\.so\.9 is missing$"):
-        text_of(function, *_operands(draw))
+        text_of(_by_cudnn, *_operands(draw))
 
 
 def test_a_gpu_that_cannot_be_described_counts_as_a_missing_library(
@@ -477,7 +464,7 @@ def test_a_gpu_that_cannot_be_described_counts_as_a_missing_library(
     monkeypatch.setattr(devices, "local_target", broken)
     assert not calls_in(text_of(sdpa, *_operands(draw)))
     with pytest.raises(LibraryError, match=r"^the driver is too old$"):
-        text_of(functools.partial(sdpa, implementation="cudnn"), *_operands(draw))
+        text_of(_by_cudnn, *_operands(draw))
 
 
 # --- decisions ------------------------------------------------------------------------
@@ -509,24 +496,3 @@ def test_a_decision_keeps_the_reasons_of_candidates_before_it(gpu: FakeGpu) -> N
     (step,) = decision.steps
     assert step.rewrite is not None
     assert len(step.rewrite.notes) == 1
-
-
-_FEATURES = {each.key: each for each in (*ATTENTION, *OPERATIONS)}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("key", _FEATURES)
-def test_programs_are_written_where_jax_makes_64_bit_arrays(
-    key: str, x64: None
-) -> None:
-    """A Python number beside an array of f32 is then no f32."""
-    del x64
-    feature = _FEATURES[key]
-    calls = [(feature.call, feature.operands)]
-    if feature.trained:
-        operands = (feature.cotangent(), *feature.operands)
-        calls.append((feature.gradient(), operands))
-    for function, operands in calls:
-        traced = jax.jit(function).trace(*operands)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert "stablehlo" in text

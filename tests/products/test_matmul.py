@@ -30,8 +30,8 @@ from tests.products.shared.fused import (
     nodes,
     stacked,
 )
-from tests.products.shared.operations import MATMUL
-from tests.products.shared.plain_matmul import ACTIVATIONS, plain
+from tests.products.shared.operations import ACTIVATIONS, MATMUL
+from tests.products.shared.operations import plain_matmul as plain
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 

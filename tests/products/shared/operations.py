@@ -11,7 +11,31 @@ import pytest
 
 from jax_cudnn import conv, matmul
 from tests.conftest import Draw
-from tests.products.shared import plain_conv, plain_matmul
+from tests.products.shared import plain_conv
+
+ACTIVATIONS = {None: lambda x: x, "relu": jax.nn.relu, "gelu": jax.nn.gelu}
+
+
+def plain_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: Any = None,
+    residual: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    scale_out: Any = None,
+    activation: Any = None,
+) -> jax.Array:
+    """Return jnp.matmul with what is around it."""
+    with jax.numpy_rank_promotion("allow"):
+        a = a if scale_a is None else a * scale_a
+        b = b if scale_b is None else b * scale_b
+        result = jnp.matmul(a, b)
+        for term in (bias, residual):
+            result = result if term is None else result + term
+        result = ACTIVATIONS[activation](result)
+        return result if scale_out is None else result * scale_out
 
 
 @dataclass(frozen=True)
@@ -56,7 +80,7 @@ class Operation:
 
 MATMUL = Operation(
     ours=matmul,
-    plain=plain_matmul.plain,
+    plain=plain_matmul,
     axes={"a": "st", "b": "tk", "bias": "k", "scale_b": "1k"},
     sizes={"s": 3, "t": 5, "k": 7},
     contractions={"grad_a": "matmul", "grad_b": "matmul"},
