@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tools.sources import ROOT
 
 pytestmark = [pytest.mark.once, pytest.mark.thorough]
 
