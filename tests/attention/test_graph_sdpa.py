@@ -9,41 +9,18 @@ import pytest
 
 from jax_cudnn import GraphError
 from jax_cudnn.graph import (
-    Graph,
     SdpaAttributes,
-    Tensor,
     kind_named,
     sdpa_graph,
 )
 from tests.attention.shared.oracle import (
     attention_graph,
     backward_graph,
+    full_forward,
     with_tensor,
 )
 
 pytestmark = pytest.mark.once
-
-
-_ATTRIBUTES = SdpaAttributes(scale=0.5, is_causal=True)
-
-
-def _tensor(**changes: Any) -> Tensor:
-    fields: dict[str, Any] = {
-        "name": "query",
-        "dtype": "bf16",
-        "dims": (2, 6, 5, 11),
-        "order": (0, 2, 1, 3),
-    }
-    return Tensor(**{**fields, **changes})
-
-
-def _full_forward() -> Graph:
-    return attention_graph(
-        bias="1hst",
-        mask="b1s1",
-        lengths=("query_lengths", "key_lengths"),
-        with_stats=True,
-    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +111,7 @@ def _full_forward() -> Graph:
 def test_a_bad_attention_tensor_is_refused(
     tensor: str, changes: dict[str, Any], message: str
 ) -> None:
-    graph = _full_forward()
+    graph = full_forward()
     if message.startswith("sdpa_backward"):
         graph = backward_graph(graph, with_grad_stats=True)
     with pytest.raises(GraphError, match=f"^{re.escape(message)}$"):
@@ -144,7 +121,9 @@ def test_a_bad_attention_tensor_is_refused(
 def test_a_gradient_of_a_bias_that_is_not_there_is_refused() -> None:
     graph = backward_graph(attention_graph(with_stats=True))
     (node,) = graph.nodes
-    bias = _tensor(name="grad_bias", dtype="f32", dims=(1, 6, 5, 7))
+    bias = dataclasses.replace(
+        graph.tensor("query"), name="grad_bias", dims=(1, 6, 5, 7)
+    )
     with pytest.raises(GraphError, match=r"^sdpa_backward: grad_bias without bias$"):
         dataclasses.replace(
             graph,
@@ -189,7 +168,7 @@ def test_tensors_are_named_by_their_roles() -> None:
     inputs = {t.name: t for t in graph.input_tensors}
     inputs["key"] = dataclasses.replace(inputs["key"], name="k")
     with pytest.raises(GraphError, match=r"^sdpa: tensor 'k' is given as 'key'$"):
-        sdpa_graph(inputs, attributes=_ATTRIBUTES)
+        sdpa_graph(inputs, attributes=SdpaAttributes(scale=0.5, is_causal=True))
 
 
 def test_statistics_are_f64_for_f64_and_f32_for_all_else() -> None:

@@ -23,6 +23,7 @@ from jax_cudnn.graph.description import table
 from tests.attention.shared.oracle import (
     attention_graph,
     chained_graph,
+    full_forward,
 )
 
 pytestmark = pytest.mark.once
@@ -38,15 +39,6 @@ def _tensor(**changes: Any) -> Tensor:
         "order": (0, 2, 1, 3),
     }
     return Tensor(**{**fields, **changes})
-
-
-def _full_forward() -> Graph:
-    return attention_graph(
-        bias="1hst",
-        mask="b1s1",
-        lengths=("query_lengths", "key_lengths"),
-        with_stats=True,
-    )
 
 
 # --- tensors --------------------------------------------------------------------------
@@ -112,8 +104,8 @@ def test_the_largest_tensor_is_taken() -> None:
     ("make", "field"),
     [
         (_tensor, "dtype"),
-        (_full_forward, "inputs"),
-        (lambda: _full_forward().nodes[0], "kind"),
+        (full_forward, "inputs"),
+        (lambda: full_forward().nodes[0], "kind"),
         (lambda: SdpaAttributes(scale=0.5, is_causal=True), "scale"),
         (
             lambda: Target(name="x", sm_version=90, sm_count=132, cudnn_version=91900),
@@ -132,7 +124,7 @@ def test_parts_are_frozen_hashable_and_equal(
 
 
 def test_the_order_in_which_tensors_are_listed_does_not_matter() -> None:
-    graph = _full_forward()
+    graph = full_forward()
     turned = dataclasses.replace(graph, tensors=graph.tensors[::-1])
     assert turned == graph
     assert hash(turned) == hash(graph)
@@ -169,7 +161,7 @@ def test_graphs_that_mean_something_else_differ(change: dict[str, Any]) -> None:
 
 def test_operands_and_results_come_in_the_order_asked_for() -> None:
     graph = dataclasses.replace(
-        _full_forward(),
+        full_forward(),
         inputs=(
             "key_lengths", "mask", "value", "bias", "query", "query_lengths", "key",
         ),

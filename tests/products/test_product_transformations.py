@@ -38,6 +38,28 @@ from tests.products.shared.operations import (
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
+# --- rounding -------------------------------------------------------------------------
+
+
+@both_operations
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+def test_16_bit_results_are_rounded_once(
+    operation: Operation, dtype: Any, draw: Draw
+) -> None:
+    around = {"scale_out": 0.25} if operation is MATMUL else {}
+    run = functools.partial(operation.run, activation="gelu", **around)
+    operands = operation.draw(draw, dtype, s=13, t=11)
+
+    @jax.jit
+    def both(*operands: jax.Array) -> Any:
+        wide = (x.astype(jnp.float32) for x in operands)
+        return run(*operands), run(*wide).astype(dtype)
+
+    got, want = both(*operands)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, want)
+
+
 # --- gradients ------------------------------------------------------------------------
 
 

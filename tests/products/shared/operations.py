@@ -81,10 +81,10 @@ class Operation:
 MATMUL = Operation(
     ours=matmul,
     plain=plain_matmul,
-    axes={"a": "st", "b": "tk", "bias": "k", "scale_b": "1k"},
+    axes={"a": "st", "b": "tk", "bias": "k", "scale_b": "1k", "residual": "sk"},
     sizes={"s": 3, "t": 5, "k": 7},
     contractions={"grad_a": "matmul", "grad_b": "matmul"},
-    mapped=(1, -1, 0, 1),
+    mapped=(1, -1, 0, 1, 2),
     square="ntt",
     options={},
 )
