@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from jax_cudnn import GraphError
-from jax_cudnn.graph import (
-    SdpaAttributes,
-    kind_named,
-    sdpa_graph,
-)
+from jax_cudnn.graph import SdpaAttributes, kind_named, sdpa_graph
 from tests.attention.shared.oracle import (
     attention_graph,
     backward_graph,
@@ -26,11 +22,7 @@ pytestmark = pytest.mark.once
 @pytest.mark.parametrize(
     ("tensor", "changes", "message"),
     [
-        (
-            "key",
-            {"dims": (2, 3, 7), "order": (0, 1, 2)},
-            "sdpa: key has rank 3, not 4",
-        ),
+        ("key", {"dims": (2, 3, 7), "order": (0, 1, 2)}, "sdpa: key has rank 3, not 4"),
         ("value", {"dtype": "bf16"}, "sdpa: value is bf16, not f32"),
         (
             "key",

@@ -26,11 +26,7 @@ from jax_cudnn.graph.attention.qkv import with_parts
 from jax_cudnn.legalize import legalize
 from tests.attention.shared import qkv
 from tests.attention.shared.flash import flash
-from tests.attention.shared.legal import (
-    HOPPER,
-    assert_results_close,
-    gradient_of,
-)
+from tests.attention.shared.legal import HOPPER, assert_results_close, gradient_of
 from tests.attention.shared.oracle import numpy_attention, numpy_gradients
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate

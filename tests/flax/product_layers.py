@@ -10,11 +10,7 @@ from flax import linen, nnx
 
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
-from tests.flax.layers import (
-    assert_trees_close,
-    pure,
-    value_and_grads,
-)
+from tests.flax.layers import assert_trees_close, pure, value_and_grads
 from tests.products.shared.fused import graphs
 
 # n images, y and x space, c channels in, o out.

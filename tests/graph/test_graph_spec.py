@@ -20,11 +20,7 @@ from jax_cudnn.graph import (
     register_kind,
 )
 from jax_cudnn.graph.description import table
-from tests.attention.shared.oracle import (
-    attention_graph,
-    chained_graph,
-    full_forward,
-)
+from tests.attention.shared.oracle import attention_graph, chained_graph, full_forward
 
 pytestmark = pytest.mark.once
 

@@ -357,10 +357,7 @@ def _refuse(*reasons: str) -> Callable[[Graph], int]:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        (("engine 8: too wide", "engine 9: too old"), None),
-        ((), ("cuDNN has no plan",)),
-    ],
+    [(("engine 8: too wide", "engine 9: too old"), None), ((), ("cuDNN has no plan",))],
 )
 def test_auto_falls_back_where_cudnn_has_no_plan(
     given: tuple[str, ...],

@@ -95,9 +95,7 @@ def _differences(tmp_path: Path, *cases: dict[str, int | str]) -> list[str]:
 
 
 @pytest.mark.skipif(bool(obstacle()), reason=obstacle())
-def test_a_plan_is_for_the_libraries_and_the_cpu_of_its_process(
-    tmp_path: Path,
-) -> None:
+def test_a_plan_is_for_the_libraries_and_the_cpu_of_its_process(tmp_path: Path) -> None:
     compile_cudnn(tmp_path, 91900)
     compile_companions(tmp_path)
     other_cpu, cpu = "riscv64", platform.machine()

@@ -45,11 +45,7 @@ def test_many_positions_match_float64(
     got, pull = jax.vjp(run, shaped(x), scale, bias)
     np.testing.assert_allclose(got, shaped(want.reshape(x.shape)), rtol=1e-4, atol=1e-4)
     grads = gradients(
-        x.reshape(split),
-        cotangent.reshape(split),
-        factors[0],
-        along=(1, 2),
-        **options,
+        x.reshape(split), cotangent.reshape(split), factors[0], along=(1, 2), **options
     )
     grad_x, grad_scale, grad_bias = pull(shaped(jnp.asarray(cotangent)))
     wanted = shaped(grads["x"].reshape(x.shape))

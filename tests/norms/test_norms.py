@@ -424,6 +424,6 @@ def test_symbolic_sizes_are_xlas(call: Call) -> None:
     got = exported.call(x, scale, bias)
     np.testing.assert_allclose(got, call.run(x, scale, bias), rtol=1e-5, atol=1e-5)
     with pytest.raises(jax_cudnn.UnsupportedError, match="symbolic dimensions"):
-        jax.export.export(
-            jax.jit(lambda *a: call.run(*a, implementation="cudnn")),
-        )(jax.ShapeDtypeStruct(shape, x.dtype), scale, bias)
+        jax.export.export(jax.jit(lambda *a: call.run(*a, implementation="cudnn")))(
+            jax.ShapeDtypeStruct(shape, x.dtype), scale, bias
+        )

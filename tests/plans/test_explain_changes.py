@@ -15,13 +15,7 @@ from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.plans import PlanOptions
 from jax_cudnn.plans.changes import changes_of
-from tests.plans.planning import (
-    FakeProcess,
-    dtypes_in,
-    graph_in,
-    matmul_call,
-    refuse,
-)
+from tests.plans.planning import FakeProcess, dtypes_in, graph_in, matmul_call, refuse
 
 
 def _change(fake: FakeProcess, call: tuple[Any, ...], device: str = "H200") -> str:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_cudnn import (
-    LibraryError,
-)
+from jax_cudnn import LibraryError
 from jax_cudnn.offline.process import PlanningProcess
 
 pytestmark = pytest.mark.once

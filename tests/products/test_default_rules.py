@@ -22,9 +22,7 @@ from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.inspection import why_of
 from jax_cudnn.policy import evidence, ranked
-from jax_cudnn.policy.nearest import (
-    Measured,
-)
+from jax_cudnn.policy.nearest import Measured
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
 from tests.native.readers import parse_request

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from jax_cudnn import (
-    UnsupportedError,
-    avg_pool,
-    conv,
-    dot_general,
-    matmul,
-    max_pool,
-)
+from jax_cudnn import UnsupportedError, avg_pool, conv, dot_general, matmul, max_pool
 from tests.common import drawn
 
 _FLOATS = "Supported dtypes are bf16, f16, f32, f64. Convert it to one of them."
@@ -224,16 +217,8 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"lhs": _zeros(3)},
-            ValueError,
-            f"conv: lhs is f32[3], of rank 1. {_RANK}",
-        ),
-        (
-            {"rhs": _zeros()},
-            ValueError,
-            f"conv: rhs is f32[], of rank 0. {_RANK}",
-        ),
+        ({"lhs": _zeros(3)}, ValueError, f"conv: lhs is f32[3], of rank 1. {_RANK}"),
+        ({"rhs": _zeros()}, ValueError, f"conv: rhs is f32[], of rank 0. {_RANK}"),
         (
             {"rhs": _zeros(1, 1, 1, 1, 1, 1)},
             ValueError,
@@ -246,16 +231,8 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
             "conv: rhs is bf16[7,3,2,3] but lhs is f32[2,3,5,4]. Both must have one "
             "dtype. Convert one of them.",
         ),
-        (
-            {"bias": _zeros(5)},
-            ValueError,
-            f"conv: bias is f32[5]. {_SHAPES}",
-        ),
-        (
-            {"bias": _zeros(4, 2)[0]},
-            ValueError,
-            f"conv: bias is f32[2]. {_SHAPES}",
-        ),
+        ({"bias": _zeros(5)}, ValueError, f"conv: bias is f32[5]. {_SHAPES}"),
+        ({"bias": _zeros(4, 2)[0]}, ValueError, f"conv: bias is f32[2]. {_SHAPES}"),
         (
             {"residual": _zeros(2, 7, 4, 3)},
             ValueError,
@@ -318,10 +295,7 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
             f"matmul: a is i32[2,3,5] and b f32[5,7]. {_DTYPES}",
         ),
         (
-            {
-                "a": _zeros(3, 5, dtype=jnp.int8),
-                "b": _zeros(5, 7, dtype=jnp.uint8),
-            },
+            {"a": _zeros(3, 5, dtype=jnp.int8), "b": _zeros(5, 7, dtype=jnp.uint8)},
             TypeError,
             f"matmul: a is i8[3,5] and b u8[5,7]. {_DTYPES}",
         ),
@@ -330,11 +304,7 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
             TypeError,
             f"matmul: a is bf16[3,5] and b f32[5,7]. {_DTYPES}",
         ),
-        (
-            {"bias": _zeros(3)},
-            ValueError,
-            _broadcast("bias", "f32[3]", "[2, 3, 7]"),
-        ),
+        ({"bias": _zeros(3)}, ValueError, _broadcast("bias", "f32[3]", "[2, 3, 7]")),
         (
             {"residual": _zeros(1, 2, 3, 7)},
             ValueError,
@@ -380,21 +350,13 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
             ValueError,
             "matmul: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
         ),
-        (
-            {"precision": ()},
-            ValueError,
-            f"matmul: precision=() {_PRECISION}",
-        ),
+        ({"precision": ()}, ValueError, f"matmul: precision=() {_PRECISION}"),
         (
             {"bias": _zeros(3)},
             ValueError,
             _broadcast("bias", "f32[3]", "[3, 7]", "dot_general"),
         ),
-        (
-            {"precision": 3},
-            ValueError,
-            f"dot_general: precision=3 {_PRECISION}",
-        ),
+        ({"precision": 3}, ValueError, f"dot_general: precision=3 {_PRECISION}"),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )

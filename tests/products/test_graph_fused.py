@@ -82,18 +82,12 @@ def _refuses(message: str) -> Any:
             "conv_fprop: lhs_dilation has 4 entries, not 2",
         ),
         (_conv(rhs_dilation=(0, 1)), "conv_fprop: rhs_dilation [0, 1] is below 1"),
-        (
-            PointwiseAttributes(mode="gelu"),
-            "pointwise: mode 'gelu' is not a known one",
-        ),
+        (PointwiseAttributes(mode="gelu"), "pointwise: mode 'gelu' is not a known one"),
         (
             PointwiseAttributes(mode="relu", alpha=math.inf),
             "pointwise: alpha inf is not finite",
         ),
-        (
-            PointwiseAttributes(mode="tanh", alpha=0.1),
-            "pointwise: tanh takes no alpha",
-        ),
+        (PointwiseAttributes(mode="tanh", alpha=0.1), "pointwise: tanh takes no alpha"),
         (ConstantAttributes(value=math.nan), "constant: value nan is not finite"),
         (
             ReductionAttributes(mode="median"),
@@ -124,10 +118,7 @@ _A, _B = _tensor("a", 1, 3, 5), _tensor("b", 4, 5, 7)
 
 _RIGHT: dict[str, tuple[Any, dict[str, Tensor]]] = {
     "conv_fprop": (_conv(), {"x": _X, "w": _W, "output": _OUTPUT}),
-    "matmul": (
-        MatmulAttributes(),
-        {"a": _A, "b": _B, "output": _tensor("y", 4, 3, 7)},
-    ),
+    "matmul": (MatmulAttributes(), {"a": _A, "b": _B, "output": _tensor("y", 4, 3, 7)}),
 }
 
 
@@ -228,9 +219,7 @@ def _sum(output: Tensor, x: Tensor) -> Graph:
         ),
         (
             lambda: _pointwise(
-                "select",
-                _tensor("y", 3),
-                **{role: _tensor(role, 3) for role in "abc"},
+                "select", _tensor("y", 3), **{role: _tensor(role, 3) for role in "abc"}
             ),
             "pointwise: c of select is f32",
         ),

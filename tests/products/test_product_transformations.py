@@ -29,12 +29,7 @@ from tests.products.shared.fused import (
     stacked,
     subsets,
 )
-from tests.products.shared.operations import (
-    CONV,
-    MATMUL,
-    Operation,
-    both_operations,
-)
+from tests.products.shared.operations import CONV, MATMUL, Operation, both_operations
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 

@@ -64,7 +64,7 @@ _ALLOWED = {
     "adapters": {"errors", "config", "ops", "flax", "keywords"},
     # Attention over several devices, of the operation's own parts.
     "parallel": {
-        *("errors", "config", "graph", "reference", "lowering", "ops", "keywords"),
+        *("errors", "config", "graph", "reference", "lowering", "ops", "keywords")
     },
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},

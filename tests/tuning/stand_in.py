@@ -19,11 +19,7 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.reference.interpreter import evaluate
-from jax_cudnn.tuning import (
-    contest,
-    measure,
-    races,
-)
+from jax_cudnn.tuning import contest, measure, races
 from jax_cudnn.tuning.stopwatch import Measurement
 from tests.common.drawn_operands import draw_arrays
 from tests.common.planner import H200, PIN, made_plan

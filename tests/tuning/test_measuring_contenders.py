@@ -16,11 +16,7 @@ import pytest
 from jax_cudnn import contenders, matmul, native
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.native import PlanInfo
-from jax_cudnn.tuning import (
-    OutOfTimeError,
-    fastest,
-    together,
-)
+from jax_cudnn.tuning import OutOfTimeError, fastest, together
 from tests.common.planner import H200, made_plan
 from tests.tuning.stand_in import Gpu, measured, pin, stand_in
 

@@ -20,14 +20,7 @@ from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.policy import ranking
 from jax_cudnn.reference.interpreter import evaluate
-from jax_cudnn.tuning import (
-    OutOfTimeError,
-    agreement,
-    contest,
-    fastest,
-    measure,
-    races,
-)
+from jax_cudnn.tuning import OutOfTimeError, agreement, contest, fastest, measure, races
 from jax_cudnn.tuning.stopwatch import Measurement
 from tests.common.planner import H200, made_plan
 from tests.tuning.stand_in import Gpu, Stopwatch, measured, pin, stand_in

@@ -118,11 +118,7 @@ def _paged(
             ValueError,
             "cached_sdpa: query has 1 sequences but key_cache 2: ",
         ),
-        (
-            _paged(k=_P[:0], v=_P[:0]),
-            ValueError,
-            "paged_sdpa: key_pages has no page: ",
-        ),
+        (_paged(k=_P[:0], v=_P[:0]), ValueError, "paged_sdpa: key_pages has no page: "),
         (
             _paged(k=_P[:, :0], v=_P[:, :0]),
             ValueError,
@@ -201,11 +197,7 @@ def _paged(
             "paged_sdpa: sinks is f32[3]. It must have one number per query head, "
             "shape [4].",
         ),
-        (
-            _cached(implementation="cuda"),
-            ValueError,
-            "cached_sdpa: implementation",
-        ),
+        (_cached(implementation="cuda"), ValueError, "cached_sdpa: implementation"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -20,9 +20,7 @@ from jax_cudnn.graph.attention.cached import room
 from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import cached as rules
 from tests.attention.shared.cached import cached_graph
-from tests.attention.shared.legal import (
-    HOPPER,
-)
+from tests.attention.shared.legal import HOPPER
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
 

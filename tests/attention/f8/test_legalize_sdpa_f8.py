@@ -11,9 +11,7 @@ import pytest
 from jax_cudnn.graph import Target, from_json, to_json
 from jax_cudnn.legalize import legalize
 from tests.attention.shared.f8_graphs import f8_graph
-from tests.attention.shared.legal import (
-    HOPPER,
-)
+from tests.attention.shared.legal import HOPPER
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate, evaluate_legal
 

@@ -9,9 +9,7 @@ import pytest
 
 from jax_cudnn.legalize import legalize
 from tests.attention.shared.flash import flash
-from tests.attention.shared.legal import (
-    HOPPER,
-)
+from tests.attention.shared.legal import HOPPER
 from tests.attention.shared.oracle import attention_graph, backward_graph
 from tests.common.drawn_operands import draw_arrays
 

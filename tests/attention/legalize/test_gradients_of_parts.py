@@ -11,10 +11,7 @@ import pytest
 
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import legalize
-from tests.attention.shared.legal import (
-    HOPPER,
-    run_legal,
-)
+from tests.attention.shared.legal import HOPPER, run_legal
 from tests.attention.shared.oracle import attention_graph, backward_graph
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate

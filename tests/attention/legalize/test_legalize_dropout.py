@@ -14,20 +14,11 @@ import numpy as np
 import pytest
 
 from jax_cudnn import sdpa
-from jax_cudnn.graph import (
-    Graph,
-    SdpaAttributes,
-    Target,
-    Tensor,
-    sdpa_graph,
-)
+from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor, sdpa_graph
 from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.reference.attention.dropout import numbered
 from jax_cudnn.reference.dtypes import jax_dtype
-from tests.attention.shared.legal import (
-    gradient_of,
-    run_legal,
-)
+from tests.attention.shared.legal import gradient_of, run_legal
 from tests.attention.shared.oracle import SIZES, shape_of
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate

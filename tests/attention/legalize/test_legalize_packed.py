@@ -28,17 +28,8 @@ from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.lowering import traced_graphs
 from tests.attention.shared.flash import flash
-from tests.attention.shared.legal import (
-    HOPPER,
-)
-from tests.attention.shared.packed import (
-    MIXED,
-    ROWS,
-    Rows,
-    any_rows,
-    graph_of,
-    ragged,
-)
+from tests.attention.shared.legal import HOPPER
+from tests.attention.shared.packed import MIXED, ROWS, Rows, any_rows, graph_of, ragged
 from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]

@@ -148,9 +148,7 @@ def test_old_versions_and_five_arrays_are_refused() -> None:
     plain = with_steps(graph, _SOFTCAP, ())
     assert "cuDNN 9.19 and newer" in " ".join(legalize(plain, old).reasons)
     assert legalize(plain, HOPPER).candidates
-    wide = dataclasses.replace(
-        with_steps(graph, ("add score mod_a",), ("1h11",)),
-    )
+    wide = dataclasses.replace(with_steps(graph, ("add score mod_a",), ("1h11",)))
     tensors = tuple(
         dataclasses.replace(t, dtype="f16") if t.name == "mod_a" else t
         for t in wide.tensors

@@ -18,9 +18,7 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.policy import ranked
 from tests.attention.legalize import lowered_gradient
-from tests.attention.shared.legal import (
-    HOPPER,
-)
+from tests.attention.shared.legal import HOPPER
 from tests.attention.shared.oracle import attention_graph, backward_graph
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]

@@ -36,13 +36,8 @@ from tests.attention.shared.far_rows import (
     rows_at,
 )
 from tests.attention.shared.flash import flash
-from tests.attention.shared.legal import (
-    HOPPER,
-)
-from tests.attention.shared.oracle import (
-    shape_of,
-    to_logical,
-)
+from tests.attention.shared.legal import HOPPER
+from tests.attention.shared.oracle import shape_of, to_logical
 from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]

@@ -65,8 +65,7 @@ _OPERANDS = [np.ones((3, size, 2, 4), np.float32) for size in (6, 8, 8)]
         ),
         (
             lambda: sdpa(
-                *_OPERANDS,
-                mask=masks.Where(np.ones((8, 6), bool)) & masks.Prefix(2),
+                *_OPERANDS, mask=masks.Where(np.ones((8, 6), bool)) & masks.Prefix(2)
             ),
             ValueError,
             "sdpa: masks that are given together are bool[1,1,6,8], bool[1,1,8,6], "
@@ -108,11 +107,7 @@ _OPERANDS = [np.ones((3, size, 2, 4), np.float32) for size in (6, 8, 8)]
             TypeError,
             "Causal & ndarray: a mask is combined with masks. Write masks.Where(",
         ),
-        (
-            lambda: jnp.ones((5, 5), bool) & masks.Causal(),
-            TypeError,
-            "Causal & ",
-        ),
+        (lambda: jnp.ones((5, 5), bool) & masks.Causal(), TypeError, "Causal & "),
         (
             lambda: np.ones((5, 5), bool) & masks.Causal(),
             TypeError,

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import sdpa
-from tests.attention.shared.oracle import (
-    shape_of,
-)
+from tests.attention.shared.oracle import shape_of
 from tests.conftest import Draw
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]

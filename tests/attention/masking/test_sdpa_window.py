@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn import (
-    plans,
-    sdpa,
-)
+from jax_cudnn import plans, sdpa
 from jax_cudnn.graph import Graph, SdpaAttributes, from_json, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs

@@ -14,15 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_cudnn import (
-    cached_sdpa,
-    f8,
-    masks,
-    paged_sdpa,
-    parallel,
-    qkv_sdpa,
-    sdpa,
-)
+from jax_cudnn import cached_sdpa, f8, masks, paged_sdpa, parallel, qkv_sdpa, sdpa
 from jax_cudnn.flax import linen, nnx
 from tests.common import drawn
 

@@ -34,10 +34,7 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 @pytest.fixture(autouse=True)
 def _promotion_as_users_have_it() -> Iterator[None]:
     """Let functions mix dtypes and ranks: scores, indices and captured arrays."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 

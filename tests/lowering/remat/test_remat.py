@@ -111,9 +111,7 @@ _CASES = {
         shapes=((6, 16), (16, 24), (24, 16)),
     ),
     "layer_norm": _Case(
-        ours=jax_cudnn.layer_norm,
-        plain=_layer_norm,
-        shapes=((6, 16), (16,), (16,)),
+        ours=jax_cudnn.layer_norm, plain=_layer_norm, shapes=((6, 16), (16,), (16,))
     ),
 }
 _WITHOUT_MATMULS = ("layer_norm",)

@@ -418,11 +418,7 @@ _BAD: dict[str, tuple[type[Exception], str, Any]] = {
         "does not broadcast",
         lambda x, w: _dense(x, w, bias=jnp.ones(7)),
     ),
-    "gated shapes": (
-        ValueError,
-        "up f32[3,4]",
-        lambda x, w: _gated(x, w, w[:3], w.T),
-    ),
+    "gated shapes": (ValueError, "up f32[3,4]", lambda x, w: _gated(x, w, w[:3], w.T)),
     "gated state": (
         TypeError,
         "state has 2 parts",

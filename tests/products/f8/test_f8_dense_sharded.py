@@ -15,12 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_cudnn import f8
 from tests.common.devices import collectives, mesh_of, placed
 from tests.common.evaluating import with_pullback
-from tests.products.shared.f8_dense import (
-    by_recipe,
-    close,
-    normal,
-    step,
-)
+from tests.products.shared.f8_dense import by_recipe, close, normal, step
 
 
 def _trained(recipe: Any, x: Any, w: Any) -> Any:

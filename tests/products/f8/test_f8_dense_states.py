@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import f8
-from tests.products.shared.f8_dense import (
-    close,
-    normal,
-    step,
-    truth,
-)
+from tests.products.shared.f8_dense import close, normal, step, truth
 
 
 @pytest.mark.once

@@ -229,11 +229,7 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "stride", {**plain, "window_strides": (2, 3)}
     yield (
         "filters 1 x 1, stride",
-        {
-            **plain,
-            "rhs": (1, 1, 32, 48),
-            "window_strides": (2, 2),
-        },
+        {**plain, "rhs": (1, 1, 32, 48), "window_strides": (2, 2)},
     )
     yield "dilated filters", {**plain, "rhs_dilation": (2, 3)}
     yield "unlike padding", {**plain, "padding": ((1, 2), (0, 3))}
@@ -257,27 +253,15 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield (
         "groups of 8 channels in, 12 out",
-        {
-            **plain,
-            "rhs": (3, 5, 8, 48),
-            "feature_group_count": 4,
-        },
+        {**plain, "rhs": (3, 5, 8, 48), "feature_group_count": 4},
     )
     yield (
         "groups of 4 channels in, 6 out",
-        {
-            **plain,
-            "rhs": (3, 5, 4, 48),
-            "feature_group_count": 8,
-        },
+        {**plain, "rhs": (3, 5, 4, 48), "feature_group_count": 8},
     )
     yield (
         "groups of images",
-        {
-            **plain,
-            "lhs": (6, 11, 13, 32),
-            "batch_group_count": 2,
-        },
+        {**plain, "lhs": (6, 11, 13, 32), "batch_group_count": 2},
     )
     yield "depthwise", {**plain, "rhs": (3, 5, 1, 32), "feature_group_count": 32}
     yield (
