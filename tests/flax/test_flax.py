@@ -374,31 +374,6 @@ def test_linen_options_with_an_nnx_module_are_refused():
 # --- messages and the objects themselves ----------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mask", "bias"])
-@pytest.mark.parametrize("shape", [(B, S), (B, 2, S, T), (1, B, 1, S, T)])
-def test_mask_or_bias_that_does_not_broadcast_is_refused(name, shape):
-    expected = (
-        rf"attention_fn: {name} has shape \[{', '.join(map(str, shape))}\], which does "
-        r"not broadcast .* = \[3, 6, 7, 11\]"
-    )
-    with pytest.raises(ValueError, match=expected):
-        attention_fn(*operands(B), **{name: jnp.ones(shape)})
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    q, k, v = operands(B)
-    with pytest.raises(
-        ValueError, match=r"ranks do not fit: query is \(7, 6, 5\), key"
-    ):
-        attention_fn(q[0], k, v)
-    with pytest.raises(
-        ValueError, match=r"batch axes differ: .* value \(2, 11, 6, 5\)"
-    ):
-        attention_fn(q, k, v[:2])
-    with pytest.raises(ValueError, match="lengths of key and value differ, 11 and 9"):
-        attention_fn(q, k, v[:, :9])
-
-
 def test_input_positions_are_refused():
     with pytest.raises(ValueError, match=r"input_positions of shape \(3, 7\) was pass"):
         attention_fn(*operands(B), input_positions=jnp.zeros((B, S)))

@@ -58,7 +58,9 @@ _RANK = (
 
 
 @pytest.mark.parametrize("name", ["window_strides", "lhs_dilation", "rhs_dilation"])
-@pytest.mark.parametrize("value", [(1,), (2, 1, 1), (0, 1), (1.5, 1), 2, ("2", 1)])
+@pytest.mark.parametrize(
+    "value", [(1,), (2, 1, 1), (0, 1), (1.5, 1), 2, ("2", 1), "ab"]
+)
 def test_steps_are_ints_above_0_for_each_spatial_axis(name: str, value: Any) -> None:
     example = (2, 2) if value == 2 else (1, 1)
     message = (
@@ -179,7 +181,13 @@ def test_channels_that_do_not_fit_are_counted_with_their_axes(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"batch_group_count": 3}, ValueError, "batch_group_count"),
+        *(
+            ({name: value}, (TypeError, ValueError), name)
+            for name in ("feature_group_count", "batch_group_count")
+            for value in (0, 2, 3.5, "2")
+        ),
+        ({"dimension_numbers": "NDHWC"}, (TypeError, ValueError), "dimension_numbers"),
+        ({"padding": ((1, 1),) * 3}, ValueError, "pad"),
         ({"padding": "FULL"}, (ValueError, RuntimeError), "[Pp]adding"),
         (
             {"dimension_numbers": ("NCHW", "OIHW", "NC")},
@@ -197,7 +205,7 @@ def test_channels_that_do_not_fit_are_counted_with_their_axes(
 def test_geometry_and_results_are_refused_in_lax_s_words(
     changes: Any, error: Any, message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^conv: .*{message}"):
         _conv(**changes)
 
 
