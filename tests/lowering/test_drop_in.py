@@ -243,12 +243,6 @@ def test_weak_types_are_jax_s(op: str, is_weak: tuple[bool, bool]) -> None:
             np.testing.assert_array_equal(mine, other)
 
 
-def test_a_strong_operand_of_the_epilogue_makes_the_result_strong() -> None:
-    x, bias = weak(jnp.ones((3, 3))), jnp.ones(3)
-    assert jax.typeof(matmul(x, x, bias=1.0, activation="relu")).weak_type
-    assert not jax.typeof(matmul(x, x, bias=bias)).weak_type
-
-
 @pytest.mark.parametrize("op", ["matmul", "dot_general"])
 def test_a_weak_carry_of_a_scan_stays_weak(op: str) -> None:
     ours, _, call = OPS[op]
@@ -394,9 +388,3 @@ def test_biases_of_attention_are_taken_as_jax_nn_takes_them(dtype: str) -> None:
     assert graph.tensor("bias").dtype == {"bfloat16": "bf16", "float16": "f16"}.get(
         dtype, "f32"
     )
-
-
-def test_attention_is_never_weakly_typed() -> None:
-    x = weak(jnp.ones((2, 5, 4, 8)))
-    got, want = sdpa(x, x, x), jax.nn.dot_product_attention(x, x, x)
-    assert type_of(got) == type_of(want)

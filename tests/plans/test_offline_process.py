@@ -156,7 +156,7 @@ def test_what_is_missing_and_what_does_not_start_are_told(tmp_path: Path) -> Non
 def test_the_process_ends_with_the_one_that_asks(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from tests.plans.test_offline import _start
+from tests.plans.test_offline_process import _start
 print(_start(Path({str(tmp_path)!r})).ask({{"graph": "a"}})["pid"])
 """
     done = subprocess.run(
