@@ -18,7 +18,6 @@ tries the script on devices of the CPU, where nothing is tuned; its times say no
 
 import argparse
 import functools
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -196,8 +195,7 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
 def _head(data: Data) -> str:
     return (
         f"Printed by `{data['command']}` and others like it; do not edit. "
-        f"{last_run_text(data['environment'])} `XLA_FLAGS`: "
-        f"{data['XLA_FLAGS'] or 'none'}."
+        f"{last_run_text(data['environment'])}"
     )
 
 
@@ -290,10 +288,7 @@ def main() -> None:
         keys=_NAMES,
         order=tuple(SIZES),
         versions=versions,
-        about={
-            "command": shlex.join(command),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        },
+        about={"command": shlex.join(command)},
     )
     found.add(*measured)
     print(found.file.with_suffix(".md").read_text(encoding="utf-8"))
