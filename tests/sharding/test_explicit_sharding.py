@@ -355,6 +355,33 @@ def _experts(x: jax.Array, router_w: jax.Array, up_w: jax.Array, *, axis: Any) -
     )
 
 
+def _with_scale(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax_cudnn.matmul(x, w, bias=bias, scale_out=bias)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (_with_scale, [(8, 4, 3), (4, 6, 3), (6, 3)]),
+        (jax_cudnn.gated_matmul, [(8, 4, 3), (4, 6, 3), (4, 6, 3)]),
+        (jax_cudnn.causal_conv1d, [(8, 5, 4, 3), (2, 4, 3)]),
+        (jax_cudnn.sdpa, [(8, 5, 2, 4, 3)] * 3),
+        (jax_cudnn.layer_norm, [(8, 6, 3)]),
+        (lambda x: jax_cudnn.avg_pool(x, (2,)), [(8, 5, 4, 3)]),
+    ],
+)
+def test_examples_may_follow_the_axis_that_a_type_divides(
+    function: _Function, shapes: Any
+) -> None:
+    """The examples are the last axis: three, which two devices do not divide."""
+    mesh, operands = _explicit(x=2), _draw(*shapes)
+    specs: list[Spec] = [("x",), *[()] * (len(shapes) - 1)]
+    run = jax.vmap(function, in_axes=-1)
+    found = jax.eval_shape(run, *placed(mesh, operands, specs))
+    assert found.shape == jax.eval_shape(run, *operands).shape
+    assert _specs(found)[0][:2] == (None, "x")
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [

@@ -128,7 +128,7 @@ def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
     try:
         if value is None or isinstance(value, str | bytes):
             raise TypeError
-        array = jnp.asarray(value)
+        array = array_of(value)
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # random keys
             raise TypeError
         return array
@@ -142,6 +142,15 @@ def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
             f"{op}: {name} is {shown}. It must be an array of numbers. Pass a "
             "jax.Array, or what jnp.asarray takes."
         ) from None
+
+
+def array_of(value: ArrayLike) -> jax.Array:
+    """Return what `jnp.asarray` does, an array as it is.
+
+    In an Explicit mesh, the `jnp.asarray` of JAX 0.10 fails within a vmap over another
+    axis than the first: it takes the sharding of one axis for that of another.
+    """
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def as_factor(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | None:
@@ -365,7 +374,7 @@ def is_weak(*values: ArrayLike | None) -> bool:
     """Whether all values that are not None are weakly typed."""
     # Python's numbers are; an array of an int may not hold it.
     given = (x for x in values if x is not None and type(x) not in (int, float))
-    return all(jax.typeof(jnp.asarray(each)).weak_type for each in given)
+    return all(jax.typeof(array_of(each)).weak_type for each in given)
 
 
 def _canonical(op: str, dtype: object) -> np.dtype:

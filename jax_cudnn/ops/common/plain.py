@@ -20,7 +20,13 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.ops.common.activations import Activation, Fused, on_array
-from jax_cudnn.ops.common.arguments import as_factor, as_term, describe, refused_by_jax
+from jax_cudnn.ops.common.arguments import (
+    array_of,
+    as_factor,
+    as_term,
+    describe,
+    refused_by_jax,
+)
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -125,7 +131,7 @@ def run_plain(
     activation, steps = epilogue.activation, list(epilogue.steps)
     last = ("mul", "scale_out", epilogue.scale_out)
     arrays = {
-        name: place(name, jnp.asarray(x), result.shape)
+        name: place(name, array_of(x), result.shape)
         for _, name, x in (*steps, last)
         if x is not None
     }

@@ -18,6 +18,7 @@ from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
 from jax_cudnn.ops.common.activations import Activation, is_weak_after
 from jax_cudnn.ops.common.arguments import (
     Precision,
+    array_of,
     as_factor,
     as_operand,
     check_dtype,
@@ -277,7 +278,7 @@ def _plain_matmul(
     for i, axis, (name, value) in zip((0, 1), (-1, -2), scales.items(), strict=True):
         if value is None:
             continue
-        x, scale = matrices[i], jnp.asarray(value)
+        x, scale = matrices[i], array_of(value)
         if name == "scale_b" and b.ndim == 1 and scale.ndim:
             scale = scale[..., None]
         scale = jnp.reshape(scale, padded_shape("matmul", name, scale, x.shape))
