@@ -40,6 +40,7 @@ try:
     from jax_cudnn.fusing.function import Fused, fuse
     from jax_cudnn.lowering import LAYOUT_TARGET as _LAYOUT_TARGET
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
+    from jax_cudnn.lowering import UNDIVIDED_TARGET as _UNDIVIDED_TARGET
     from jax_cudnn.ops.attention.caches.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.attention.caches.paged_sdpa import paged_sdpa
     from jax_cudnn.ops.attention.qkv_sdpa import qkv_sdpa
@@ -71,6 +72,7 @@ try:
         DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),
         DisabledSafetyCheck.custom_call(_PARTITIONED_TARGET),
         DisabledSafetyCheck.custom_call(_LAYOUT_TARGET),
+        DisabledSafetyCheck.custom_call(_UNDIVIDED_TARGET),
     )
 except Exception as _error:
     if not _startup.is_program():

@@ -61,11 +61,13 @@ from jax_cudnn.lowering.tracing import (
     traced_graphs,
     traced_program,
 )
+from jax_cudnn.lowering.undivided import TARGET as UNDIVIDED_TARGET
 
 __all__ = [
     "F8_COPIES",
     "LAYOUT_TARGET",
     "PARTITIONED_TARGET",
+    "UNDIVIDED_TARGET",
     "CustomCall",
     "TracedGraph",
     "TracedProgram",

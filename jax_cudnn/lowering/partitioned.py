@@ -13,7 +13,6 @@ and an exported program can be divided where it is loaded.
 
 import contextlib
 import functools
-import io
 import json
 import logging
 import uuid
@@ -42,6 +41,7 @@ from jax_cudnn.lowering.sharding.sharding_rule import factors_at, sharding_rule
 from jax_cudnn.lowering.sharding.share import Collectives, run_share
 from jax_cudnn.lowering.sharding.subaxes import all_subaxes
 from jax_cudnn.lowering.sharding.sums import scattering, told_of_shares
+from jax_cudnn.lowering.sharding.xla_forms import bytecode, parts_of
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
@@ -246,7 +246,7 @@ class _Call:
         for name, sharding in zip(names, [*arguments, *results], strict=False):
             if sharding is None:
                 continue
-            count, parts = _parts_of(sharding, len(self._factors.axes[name]))
+            count, parts = parts_of(sharding, len(self._factors.axes[name]))
             devices = max(devices, count)
             cuts = [
                 None if each is None else DeviceCut(max(each) + 1, each)
@@ -327,42 +327,12 @@ class _Call:
                 .trace(*operands)
                 .lower(lowering_platforms=(self._platform,))
             )
-        return _bytecode(lowered)
-
-
-# For each axis, the part that each device has, or None where all have all of it.
-_Parts = list[tuple[int, ...] | None]
+        return bytecode(lowered)
 
 
 def _elements(shape: Any, sharding: Any) -> list[Any]:
     """Return the shardings of the results that a shape, maybe a tuple, stands for."""
     return sharding.tuple_elements() if shape.is_tuple() else [sharding]
-
-
-def _parts_of(sharding: Any, rank: int) -> tuple[int, _Parts]:
-    """Return how many devices a sharding names, and which part of each axis they have.
-
-    A sharding that divides nothing need not name its devices.
-    """
-    if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
-        return 1, [None] * rank
-    dims = list(sharding.tile_assignment_dimensions())
-    devices = np.array(sharding.tile_assignment_devices())
-    coordinates = np.indices(dims).reshape(len(dims), -1)
-    by_device = np.empty_like(coordinates)
-    by_device[:, devices] = coordinates
-    return devices.size, [
-        tuple(int(part) for part in by_device[axis]) if dims[axis] > 1 else None
-        for axis in range(rank)
-    ]
-
-
-def _bytecode(lowered: jax.stages.Lowered) -> bytes:
-    """Return a lowered program as StableHLO's bytecode."""
-    data = io.BytesIO()
-    module: Any = lowered.compiler_ir("stablehlo")
-    module.operation.write_bytecode(data)
-    return data.getvalue()
 
 
 def _groups(

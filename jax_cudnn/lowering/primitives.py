@@ -38,9 +38,10 @@ from jax_cudnn.lowering.sharding.typed import (
     types_of,
     would_gather,
 )
+from jax_cudnn.lowering.undivided import undivided
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
-from jax_cudnn.reference.interpreter import Keep
+from jax_cudnn.reference.interpreter import AtConv, Keep
 
 graph_p = _jax.Primitive("cudnn_graph")
 linear_p = _jax.Primitive("cudnn_graph_jvp")
@@ -122,6 +123,7 @@ def run_reference(
     *,
     narrow_sums: bool = False,
     kept: Mapping[str, Keep] | None = None,
+    at_conv: AtConv | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results by the reference, in the precision asked for."""
     precision: Any = options.matmul_precision
@@ -138,6 +140,7 @@ def run_reference(
             merged(graph, operands),
             narrow_sums=narrow_sums,
             kept=kept,
+            at_conv=at_conv,
             precision=precision,
             exact_dtypes=options.exact_dtypes,
         )
@@ -166,7 +169,7 @@ def run_by_reference(
     if any(map(is_explicitly_sharded, operands)):
         results = run_explicit(graph, unmerged(graph, operands), kernel, run, options)
     else:
-        results = run(graph, operands)
+        results = run(graph, operands, at_conv=undivided)
     # Results that are empty, or sums of nothing, read no operand.
     return tuple(_jax.align_varying([*results, *operands])[: len(results)])
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import NORMALISED, DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, is_short_sum
 from jax_cudnn.graph.rules import accumulator, narrow_dtype
 from jax_cudnn.reference import norms, pointwise, pooling
 from jax_cudnn.reference.attention import cached, f8, qkv
@@ -28,6 +29,8 @@ from jax_cudnn.reference.products import (
 # rounds once.
 Rule = Callable[..., Mapping[str, Any]]
 Keep = Callable[[jax.Array], jax.Array]
+# It takes an array, and by the name of ``but`` the axis of the images in it.
+AtConv = Callable[..., jax.Array]
 
 RULES: dict[str, Rule] = {
     "avg_pool": pooling.avg_pool,
@@ -60,6 +63,7 @@ def evaluate(
     *,
     narrow_sums: bool = False,
     kept: Mapping[str, Keep] | None = None,
+    at_conv: AtConv | None = None,
     precision: Any = None,
     exact_dtypes: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -69,9 +73,10 @@ def evaluate(
     rounded to the 16-bit dtype before the operations that follow, as in programs that
     use that dtype throughout. XLA computes this faster, since it keeps no f32 array of
     the sums and recognises what to fuse. The tensors ``kept`` pass through a function
-    that changes no value, but what XLA makes of them. ``precision`` is the precision of
-    matmuls and convolutions, as JAX takes it. With ``exact_dtypes``, ``narrow_sums`` is
-    for values whose tensors have 16 bits.
+    that changes no value, but what XLA makes of them, and so does what convolutions
+    read and give: ``at_conv`` is told the axis of the images, if any. ``precision`` is
+    the precision of matmuls and convolutions, as JAX takes it. With ``exact_dtypes``,
+    ``narrow_sums`` is for values whose tensors have 16 bits.
     """
     kept = kept or {}
     values = {
@@ -84,6 +89,7 @@ def evaluate(
             node,
             values,
             narrow_sums=narrow_sums,
+            at_conv=at_conv,
             precision=precision,
             exact_dtypes=exact_dtypes,
         )
@@ -99,12 +105,16 @@ def _evaluate_node(
     values: Mapping[str, jax.Array],
     *,
     narrow_sums: bool,
+    at_conv: AtConv | None,
     precision: Any,
     exact_dtypes: bool,
 ) -> dict[str, jax.Array]:
     rule = RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
+    if at_conv and _is_xlas_conv(graph, node):
+        axis = _images(graph, node)
+        inputs = {role: at_conv(x, but=axis.get(role)) for role, x in inputs.items()}
     results = None
     has_wide = any(each.dtype == "f32" for each in outputs.values())
     may_narrow = narrow_sums and not (exact_dtypes and has_wide)
@@ -132,6 +142,9 @@ def _evaluate_node(
         results = _narrow_step(node, inputs) if may_narrow else None
     if results is None:
         results = rule(node.attributes, inputs, asked)
+    if at_conv and _is_xlas_conv(graph, node):
+        axis = _images(graph, node)
+        results = {role: at_conv(x, but=axis.get(role)) for role, x in results.items()}
     is_held = narrow_sums and _is_widened_for_conv(graph, node)
 
     def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:
@@ -142,6 +155,26 @@ def _evaluate_node(
         return jax.lax.optimization_barrier(x) if is_held else x
 
     return {tensor.name: rounded(tensor, results[r]) for r, tensor in outputs.items()}
+
+
+def _is_xlas_conv(graph: Graph, node: Node) -> bool:
+    """Whether a node is a convolution that XLA does not get as a sum of products."""
+    if node.kind not in TRIPLES:
+        return False
+    x, w, _ = arrays_in(graph, node)
+    return not is_short_sum(x.dims, w.dims)
+
+
+def _images(graph: Graph, node: Node) -> dict[str, int]:
+    """Return the axes of a convolution's images that may be divided, by role.
+
+    Those of groups are none: gradients for filters are sums over images, which XLA gets
+    wrong if there are groups.
+    """
+    x, w, _ = arrays_in(graph, node)
+    has_groups = x.dims[1] != w.dims[1]
+    images, _, output = TRIPLES[node.kind]
+    return {} if has_groups else {images: 0, output: 0}
 
 
 def _narrow_step(

@@ -23,7 +23,7 @@ def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> 
     sizes = list[str]()
 
     def name_of(factor: int) -> str:
-        names[factor] = names.get(factor) or _letter(len(sizes))
+        names[factor] = names.get(factor) or letter_of(len(sizes))
         if len(names) > len(sizes):
             sizes.append(f"{names[factor]}={factors.sizes[factor]}")
         return names[factor]
@@ -31,7 +31,7 @@ def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> 
     def axis(product: tuple[int, ...]) -> str:
         if not product:  # a size of 1, which is no factor
             unused = -1 - len(sizes)
-            names[unused] = _letter(len(sizes))
+            names[unused] = letter_of(len(sizes))
             sizes.append(f"{names[unused]}=1")
             return names[unused]
         return "".join(name_of(factor) for factor in product)
@@ -56,6 +56,7 @@ def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> 
     return f"{text}, custom>"
 
 
-def _letter(index: int) -> str:
+def letter_of(index: int) -> str:
+    """Return how Shardy names a factor."""
     letters = "ijklmnopqrstuvwxyz"
     return letters[index] if index < len(letters) else f"z_{index - len(letters) + 1}"
