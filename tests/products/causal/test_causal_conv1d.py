@@ -109,6 +109,24 @@ def test_derivatives_of_all_orders_and_modes(draw: Draw) -> None:
         np.testing.assert_allclose(one, truth[i + 1], rtol=1e-12, atol=1e-12)
 
 
+def test_more_taps_than_steps_have_second_derivatives(draw: Draw) -> None:
+    """The first taps meet nothing: only the zeros before the sequence."""
+    x, w, moved = (draw(axes, b=3, s=16, d=6, k=34) for axes in ("bsd", "kd", "bsd"))
+    run = functools.partial(causal_conv1d, activation=None)
+
+    def gradients(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(run, x, w)[1](moved)
+
+    first = jax.jit(gradients)(x, w)
+    assert not np.any(first[1][:-16])
+    # Each gradient is linear in the other operand.
+    _, along = jax.jit(lambda *a: jax.jvp(gradients, a, a))(x, w)
+    transposed = jax.jit(lambda *a: jax.vjp(gradients, *a)[1](a))(x, w)
+    for second in (along, transposed):
+        for got, want in zip(second, first, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("layout", ["NWC", "NCW"])
