@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import NORMALISED, DTypeName, Graph, Node, Tensor, kind_named
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, is_short_sum
 from jax_cudnn.graph.rules import accumulator, narrow_dtype
@@ -159,10 +160,12 @@ def _evaluate_node(
 
 def _is_xlas_conv(graph: Graph, node: Node) -> bool:
     """Whether a node is a convolution that XLA does not get as a sum of products."""
-    if node.kind not in TRIPLES:
-        return False
-    x, w, _ = arrays_in(graph, node)
-    return not is_short_sum(x.dims, w.dims)
+    if node.kind in TRIPLES:
+        x, w, _ = arrays_in(graph, node)
+        return not is_short_sum(x.dims, w.dims)
+    if node.kind in ("causal_conv1d", "causal_conv1d_backward"):
+        return causal_conv1d.is_convolution(roles_in(graph, node))
+    return False
 
 
 def _images(graph: Graph, node: Node) -> dict[str, int]:
@@ -171,6 +174,8 @@ def _images(graph: Graph, node: Node) -> dict[str, int]:
     Those of groups are none: gradients for filters are sums over images, which XLA gets
     wrong if there are groups.
     """
+    if node.kind not in TRIPLES:
+        return {}
     x, w, _ = arrays_in(graph, node)
     has_groups = x.dims[1] != w.dims[1]
     images, _, output = TRIPLES[node.kind]

@@ -79,6 +79,12 @@ def argument_gradient(attributes: Attributes, inputs: Operands) -> jax.Array:
     return gradient
 
 
+def is_convolution(roles: Mapping[str, Tensor]) -> bool:
+    """Whether the sums are XLA's own convolution, given the tensors by their roles."""
+    steps, taps = roles["x"].dims[1], roles["w"].dims[0]
+    return min(steps, taps) > _MOST_UNROLLED and "segment_ids" not in roles
+
+
 def activated(activation: str, inputs: Operands) -> jax.Array:
     """Return the result for arrays by role, (b, s, c) and (k, c), rounded to x's dtype.
 
@@ -136,13 +142,12 @@ def _row(w: jax.Array, tap: int | jax.Array) -> jax.Array:
 def _convolved(x: jax.Array, w: jax.Array) -> jax.Array:
     if x.shape[2] == 0:
         return x  # A convolution has one group at least.
-    # The axes of w are in the order that contraction.py has for filters of groups.
     return jax.lax.conv_general_dilated(
         x,
-        w[None],
+        w[:, None],
         (1,),
         [(w.shape[0] - 1, 0)],
-        dimension_numbers=("NWC", "IWO", "NWC"),
+        dimension_numbers=("NWC", "WIO", "NWC"),
         feature_group_count=x.shape[2],
         precision="highest",
     )
