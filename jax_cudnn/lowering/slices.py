@@ -18,7 +18,7 @@ from jax_cudnn.lowering import _jax
 
 # XLA copies between the GPUs of one process with a kernel that has a block of 128
 # threads for each slice (openxla/xla#33386). Slices of rows for two GPUs took 25 ms
-# where NVLink needs 0.3. So slices are cut into so many pieces, for at most so many
+# where NVLink needs 0.2. So slices are cut into so many pieces, for at most so many
 # devices as the kernel takes. Beyond them XLA sends each slice by NCCL, whole.
 _PIECES = 1024
 _MOST_DEVICES = 8
@@ -69,7 +69,9 @@ def _ragged(
     room = jnp.zeros((rows, *x.shape[1:]), x.dtype)
     room, *_ = _jax.align_varying([room, x])
     if jax.process_count() == 1 and jax.lax.axis_size(axes) <= _MOST_DEVICES:
-        numbers = _cut(*numbers, count=max(1, _PIECES // len(numbers[0])))
+        # If the number is even, each block takes a part of several pieces.
+        count = (_PIECES // len(numbers[0]) - 1) | 1
+        numbers = _cut(*numbers, count=max(1, count))
     return jax.lax.ragged_all_to_all(x, room, *numbers, axis_name=axes)
 
 
