@@ -256,6 +256,7 @@ _IN_PLACE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("without_rules")
 @pytest.mark.parametrize("name", _IN_PLACE)
 @pytest.mark.parametrize("layout", qkv.LAYOUTS)
 def test_nothing_is_sliced_or_joined_around_the_kernels(layout: str, name: str) -> None:
