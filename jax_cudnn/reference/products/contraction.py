@@ -305,14 +305,14 @@ def _conv(
 def _filters(
     w: jax.Array, numbers: jax.lax.ConvDimensionNumbers, output: Tensor, groups: int
 ) -> tuple[jax.Array, jax.lax.ConvDimensionNumbers]:
-    """Return filters, those of groups stored like the output, and where their axes are.
+    """Return filters, those of groups in the output's order, and where their axes are.
 
-    Their in channels are where the output has its batch, and their out channels where
-    it has its own. JAX's gradient of the filters of as many groups as channels is wrong
-    in most other orders, where XLA divides the channels among all devices (JAX 0.10, on
-    CPU devices).
+    In channels are where the output has its batch, and out channels where it has its
+    own. JAX's gradient of the filters of as many groups as channels is wrong in most
+    other orders, where XLA divides the channels among all devices (JAX 0.10, on CPU
+    devices). Where the output has its channels second, JAX's own order is right, too.
     """
-    if groups == 1:
+    if groups == 1 or output.order == tuple(range(w.ndim)):
         return w, numbers
     out, channels, *taps = numbers.rhs_spec
     axes = (channels, out, *taps)
