@@ -111,6 +111,10 @@ class _Assignment:
         self._norms = norms
         self._reasons: dict[Work, str] = {}
         self._wholes: dict[Work, Whole] = {}
+        # For y = gelu(x @ w1 + b) and z = y @ w2 + x, the values from x @ w1 to y have
+        # level 1, and those from y @ w2 to z have level 2. The last addition may be in
+        # kernel 2: x has level 0, so it is known before the kernel runs. If an operand
+        # were of level 2 and made by XLA from the kernel's result, it could not be.
         levels: dict[Value, int] = {}
         # The kernel of each level, but those that began before an effect.
         kernels: dict[int, Kernel] = {}

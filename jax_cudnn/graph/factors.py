@@ -166,6 +166,9 @@ class _Reader:
 
     def _divide_letters(self) -> bool:
         """Divide letters where subaxes of an axis end; whether any was divided."""
+        # The rows "m", 14 of them, are an axis with subaxes (2, 7), which end at 7 and
+        # 14 elements from the fastest. So the bounds of m, {1, 14}, become {1, 7, 14},
+        # and its factors are 7 and 14 / 7 = 2.
         before = {letter: len(bounds) for letter, bounds in self._bounds.items()}
         for tensor in self._graph.tensors:
             for axis, subaxes in zip(

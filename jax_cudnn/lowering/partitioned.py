@@ -346,6 +346,8 @@ def _parts_of(sharding: Any, rank: int) -> tuple[int, _Parts]:
     """
     if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
         return 1, [None] * rank
+    # Tiles [2, 1, 2] of the devices 0 to 3 divide the first and the last axis of three:
+    # device 2 is at (1, 0, 0). The parts are (0, 0, 1, 1), None and (0, 1, 0, 1).
     dims = list(sharding.tile_assignment_dimensions())
     devices = np.array(sharding.tile_assignment_devices())
     coordinates = np.indices(dims).reshape(len(dims), -1)
@@ -376,6 +378,9 @@ def _groups(
     Where several devices have the same part, each of these joins one group. Groups are
     in the order of the parts of a sum that is scattered by a cut, or of the shares.
     """
+    # Of 4 devices, rows are cut as (0, 0, 1, 1) and the contraction as (0, 1, 0, 1).
+    # Over the contraction, devices 0 and 1 add up the first half of the rows, and 2 and
+    # 3 the other: ((0, 1), (2, 3)).
     found: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = {}
     for device in range(devices):
         cuts = [division.cuts[f] for f in sorted(over)] if cut is None else [cut]

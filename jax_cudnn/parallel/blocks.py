@@ -337,6 +337,11 @@ def _run(
             is_needed, lambda x: run(call, first, x), lambda x: x, state
         )
 
+    # For example, the second step of two devices with 4 tokens each in zigzag order,
+    # under a causal mask. Device 0 runs program 0, queries 2:4 with keys 0:4, and
+    # device 1 program 1, queries 0:4 with keys 0:2. `table` is [(0,), (0,)]: the keys
+    # of each device's only call begin at 0. A start that is the same for all devices of
+    # a program is a number, and not read from an array.
     width = max(len(calls) for calls in step.programs)
     table = [(*each, *([0] * (width - len(each)))) for each in step.columns_of]
 

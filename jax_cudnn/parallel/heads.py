@@ -98,6 +98,8 @@ def _needs_order(problem: Problem, shares: Shares) -> bool:
 def _swapped(
     problem: Problem, x: jax.Array, *, split: int, concat: int, from_order: bool = False
 ) -> jax.Array:
+    # Of n devices, each has s tokens of h heads: (b, s, h, d). With split=2 and
+    # concat=1, it has n s tokens of h / n heads: (b, n s, h / n, d).
     x = jax.lax.all_to_all(
         x, problem.axis_name, split_axis=split, concat_axis=concat, tiled=True
     )

@@ -259,6 +259,8 @@ class _Contest:
 
         It is minus infinity where that is not known.
         """
+        # A call that takes 10 us by cuDNN and 14 us by XLA, and runs 3 times, loses 12
+        # us.
         moved = [
             key
             for key in self._found

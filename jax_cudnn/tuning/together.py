@@ -93,6 +93,8 @@ def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
             after = functools.partial(task.after, timed(_name(task.task), task.task))
             return one.submit(timed, _name(after), after)
 
+        # Of three compilations, the third may have to run once on the GPU. It begins
+        # first, so that its run may be over when the other two are compiled.
         # What is followed comes first: what follows is the longest line of all.
         order = sorted(
             range(len(tasks)), key=lambda i: not isinstance(tasks[i], Followed)
@@ -138,6 +140,9 @@ def in_stages(works: Sequence[Work[_T]]) -> Iterator[_T]:
             for each in tasks
         ]
 
+    # Works 0 and 1 are generators. `asked` has the tasks that each one has yielded:
+    # they run together, and each work is sent its own results and yields its next
+    # tasks. If work 1 ends first, its result waits in `returned` for that of work 0.
     try:
         asked = {i: begun(next(work)) for i, work in enumerate(works)}
         returned: dict[int, _T] = {}

@@ -202,6 +202,9 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Rewrite:
     single = _single_query_graph(roles, attributes)
     rewrite = _edited(GraphEditor.by_role(single))
 
+    # For example, 5 causal queries at positions 95 to 99, with 8 heads. The query
+    # (b, 8, 5, d) becomes (b, 40, 1, d): a single query, which sees keys 0 to 94.
+    # `after` adds keys 95 to 99, of which each query sees those up to its own position.
     def given(operands: Sequence[jax.Array]) -> tuple[Env, Ends]:
         env = by_role(graph, operands)
         return env, _ends(roles, env)

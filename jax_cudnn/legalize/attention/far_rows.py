@@ -113,6 +113,8 @@ class _FarRows:
         split = (grid[0], at_once[0], grid[1], -1)
         is_group_read = jnp.any(jnp.reshape(is_read, split), axis=(1, 3)).ravel()
         end = is_group_read.size
+        # 4 batch entries of 2 key heads are 8 groups. If only groups 3 and 6 have far
+        # rows, `pending` is (8, 8, 8, 3, 8, 8, 6, 8): the loop goes from 3 to 6 to 8.
         numbers = jax.lax.iota(jnp.int32, end)
         # The numbers of the groups to compute; `end` in the places of the others.
         pending = jax.lax.select(is_group_read, numbers, jnp.full_like(numbers, end))
@@ -268,6 +270,8 @@ def _gradients(
     blocks = -(-s // max(1, min(s, _MOST_SCORES // (b * h * t))))
     if blocks == 1:
         return _of_rows(attributes, given, wanted)
+    # Ten rows in three blocks of 4 rows: the blocks begin at rows 0, 4 and 6. Rows 6
+    # and 7 are in two blocks, and `is_read` is False for them in the last one.
     size = -(-s // blocks)
     more = [role for role in ("bias", "sinks") if f"grad_{role}" in wanted]
     roles = ["query", "key", "value", *more]

@@ -208,6 +208,10 @@ def put_offsets(editor: GraphEditor) -> None:
     editor.set_attributes(replace(attributes, longest=longest))
 
     def before(env: Env) -> None:
+        # Two rows of 8 tokens, with sequences that start at 0 and 5 in the first row,
+        # and at 0 and 3 in the second: `tokens` is (0, 5, 8, 11, 16). A query of 4
+        # heads of size 16 has 64 elements a token, and its offsets are
+        # (0, 320, 512, 704, 1024).
         seen = _seen(attributes, tensors, env)
         for kind, spans in seen.items():
             env[f"{kind}_lengths"] = spans.lengths[:, :, None, None]
@@ -237,6 +241,8 @@ def _seen(
     shaped = {kind: _Shaped(tensors[kind].dims) for kind in GRADIENTS_ALONG}
     queries, keys = sequences.spans(attributes, {**arrays, **shaped})  # type: ignore[arg-type]
     left, right = _bounds(attributes)
+    # A causal sequence of 5 queries and 3 keys, aligned at its end: `more` is -2, so
+    # queries 0 and 1 see no key, and the kernel's sequence begins with query 2.
     more = jnp.zeros((), jnp.int32)
     if attributes.is_bottom_right:
         more = keys.lengths - queries.lengths

@@ -219,6 +219,8 @@ class GraphEditor:
             )
             return tuple(itertools.chain(*pairs))
 
+        # 6 channels of 2 groups, padded to 16: (2, 3) -> (2, 8). Each group has 5 zeros
+        # after its own channels.
         old, new = split(tensor), split(padded)
         extra = [(0, to - size, 0) for size, to in zip(old, new, strict=True)]
 

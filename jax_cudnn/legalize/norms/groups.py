@@ -46,6 +46,8 @@ class _Rewriting:
         self._attributes = attributes
         (node,) = graph.nodes
         self._role_of = {name: role for role, name in node.outputs}
+        # Two images of 8 x 8 with 6 channels in 3 groups: x is (2, 3, 2, 64), and the
+        # layer norm's rows are (6, 128), one for each image and group.
         n, g, c, y = roles["x"].dims
         self._dims = (n * g, c * y)
 

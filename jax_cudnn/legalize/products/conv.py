@@ -166,6 +166,7 @@ def _write_out_lhs_dilation(editor: GraphEditor) -> None:
             "x and grad_output change places: a dilated x is a gradient to cuDNN"
         )
         return
+    # With lhs_dilation=3, (a, b, c) is written as (a, 0, 0, b, 0, 0, c): 3 -> 7.
     # Zeros between the elements of x, written out; dgrad's are cut out again.
     name = editor.roles[TRIPLES[node.kind][0]]
     tensor = editor.tensors[name]

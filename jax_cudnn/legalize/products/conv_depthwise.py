@@ -132,6 +132,10 @@ def _wider(x: Tensor, w: Tensor, attributes: ConvAttributes) -> list[_Axis] | No
 
     Along one axis, that has to be padded so that the result is as long as x.
     """
+    # A 3 x 3 window with rhs_dilation=2 reaches 5 x 5: the gradient of a 5 x 5 window
+    # is computed, and elements 0, 2 and 4 of each axis are kept. A causal window of 4
+    # along one axis has padding (3, 0): it is the first 4 elements of a window of 7
+    # with padding (3, 3).
     window, holes = w.dims[2:], attributes.rhs_dilation
     ends = [*zip(attributes.padding_low, attributes.padding_high, strict=True)]
     reach = [dilated(size, hole) for size, hole in zip(window, holes, strict=True)]

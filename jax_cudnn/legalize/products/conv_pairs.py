@@ -122,6 +122,10 @@ def _summed(
         w = w if is_wide else w.astype(jnp.float32)
         found: list[jax.Array] = []
         for place in range(last):
+            # Place 0 of a window of 3 with padding 1: the first output of a pair reads
+            # the element before the pair, which is the second half of the previous
+            # pair: a=-1, r=1. The second output reads the first half of its own pair:
+            # b=0, s=0.
             (a, r), (b, s) = (divmod(place + p - before, 2) for p in range(2))
             first = w[0, :, r, ..., a + blocks.low]
             found.append(first + w[1, :, s, ..., b + blocks.low])

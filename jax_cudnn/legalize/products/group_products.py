@@ -122,6 +122,8 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, sizes: jax.Array, rows: int) -> "_Places":
         """Take the sizes in any shape; what goes beyond the rows is left out."""
+        # Groups of (3, 70, 0) rows start at rows 0, 3 and 73. Moved apart, they have
+        # (64, 128, 0) rows and start at rows 0, 64 and 192: row 3 moves to row 64.
         given = _within(sizes, rows)
         moved = -(-(given.ends - given.starts) // _ROWS_PER_STEP) * _ROWS_PER_STEP
         return cls(given, Groups.of_sizes(moved))

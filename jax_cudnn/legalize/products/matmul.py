@@ -117,6 +117,9 @@ def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
     nothing. Of each max or min, return the name of its count, and what it is where that
     is 0.
     """
+    # The count of max(3, nan) is 1 + nan, so the result is NaN. The count of
+    # max(-inf, -inf) is 0, so the result is -inf, where cuDNN has -3.4e38. Where the
+    # count is positive, cuDNN's result holds.
     found = [node for node in graph.nodes if is_max_or_min(node)]
     if not found:
         return graph, {}
@@ -217,6 +220,9 @@ def _batch_first(editor: GraphEditor) -> None:
 def _padded(editor: GraphEditor) -> Rewrite | None:
     """Return the way with matrices padded to full loads; None where they are."""
     graph = editor.graph
+    # Sixteen bytes hold 8 elements of bf16: (7, 13) @ (13, 30) becomes (7, 16) @
+    # (16, 32), and the result is cut to 30 columns. The 7 rows are padded only where
+    # the rows are the fastest axis of some tensor.
     a, b = (editor.tensors[name] for _, name in editor.main.inputs)
     narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]
     unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)

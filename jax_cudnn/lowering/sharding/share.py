@@ -59,6 +59,9 @@ def run_share(
     options: Options,
 ) -> list[jax.Array]:
     """Return a device's part of the results, given its part of the operands."""
+    # For example, (7, 24) @ (24, 5) + bias on two devices that divide the contraction.
+    # In the first stage each device multiplies (7, 12) by (12, 5). These partial sums
+    # are added up over the devices, and in the second stage each device adds the bias.
     values = dict(zip(graph.inputs, operands, strict=True))
     parts = [frozenset(nodes) for nodes in stages(graph, division)]
     for i, part in enumerate(parts):
@@ -107,6 +110,9 @@ def _sum(
     if share.dtype == wide:
         return collectives.scatter(share, over, axis, cut).astype(dtype)
     # Shares that a kernel has rounded are sent as they are.
+    # Two devices have bf16 partial sums (6, 10), which are scattered along rows: each
+    # device sends 3 rows to the other one. It then has its own 3 rows of both partial
+    # sums, (6, 10) again, which it adds up in f32 as (2, 3, 10).
     count, shape = cut.count, share.shape
     parts = collectives.exchange(share, over, axis, cut)
     parts = jnp.reshape(parts, (*shape[:axis], count, -1, *shape[axis + 1 :]))

@@ -94,6 +94,9 @@ def told_of_shares(stage: Graph, division: Division) -> str:
 def stages(graph: Graph, division: Division) -> list[list[Node]]:
     """Return all nodes, or the kernel and what follows it, which waits for its sums."""
     (kernel,) = (node for node in graph.nodes if is_anchor(node))
+    # For gelu(x @ w + bias), where devices divide the contraction, the stages are
+    # [matmul] and [add, gelu]: the bias and gelu wait for the sum over devices. Where
+    # they do not divide it, there is one stage, and the kernel computes all three.
     made = made_by([kernel])
     waits = any(made & read_by([node]) for node in graph.nodes)
     if not waits or not any(summed(division, name) for name in made):
@@ -129,6 +132,9 @@ def scattering(
 
     `wanted` has the cuts of the axes of results, as the program wants them.
     """
+    # Four devices have partial sums of a gradient (24, 10), and the program wants its
+    # rows divided among them, as an optimizer with sharded state does. Then the sum is
+    # scattered: each device gets (6, 10) of it.
     first, *rest = stages(graph, division)
     for name in sorted(made_by(first)):
         if not summed(division, name):
