@@ -4,14 +4,15 @@
 `contest.py` says how one part is measured. Here is what parts share: programs that are
 compiled at once, other processes that build plans, and the time that there is.
 
-For example, 20 parts are to be measured within 50 s, on a host with 8 cores.
+For example, 20 parts are to be measured within a minute, on a host with 8 cores.
 
-1. A part is expected to take 25 s of a core, which is 3.1 s of the host. So 16 parts
-   begin: as many as fit into 50 s, and as two parts for each core.
-2. The programs of the 16 parts are compiled together. From 12 parts on, processes
-   build plans of some parts while the plans of another one are timed.
-3. The 16 parts took 40 s, 2.5 s each. In the other 10 s, the last 4 parts fit. If only
-   2 fitted, those 2 would be measured, and then `OutOfTimeError` would be raised.
+1. A part is expected to take 25 s of a core, which is 3.1 s of the host. A minute is
+   enough for 19 parts, but at most two parts for each core begin: 16.
+2. The programs of the 16 parts are compiled together. With 12 parts or more, other
+   processes build plans of some parts while plans of another part are timed.
+3. The 16 parts took 40 s, 2.5 s each. The other 20 s are enough for 8 parts, so the
+   last 4 begin. If the 16 parts had taken 56 s, one more would be measured, and then
+   `OutOfTimeError` raised for the other three.
 """
 
 import math
