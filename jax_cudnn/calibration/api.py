@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jax_cudnn.calibration import kept, measuring
+from jax_cudnn.calibration import measuring, storing
 from jax_cudnn.calibration.choosing import Chooser, drawn
 from jax_cudnn.columns import Block, Heading, Page, Rows, Text
 from jax_cudnn.errors import LibraryError
@@ -145,9 +145,9 @@ def calibrate(
             f"calibrate: cuDNN has no fused plan for {gpu.target.name} "
             f"(sm_{gpu.target.sm_version}), so XLA runs all. Nothing is to be measured."
         )
-    kept.keep(gpu.target, ())  # What cannot be kept is told before it is measured.
+    storing.store(gpu.target, ())  # What cannot be kept is told before it is measured.
     calls = drawn(gpu.target, lambda call: bool(wanted.search(call.title)))
-    chooser = Chooser(calls, kept.fresh_rows(gpu.target))
+    chooser = Chooser(calls, storing.fresh_rows(gpu.target))
     batches = _measured(chooser, gpu, seconds, is_thorough=is_thorough)
     for _ in followed(batches, "Calibrating", count=round(seconds), name=str):
         pass
@@ -175,7 +175,7 @@ def _measured(
         )
         for row in found:
             chooser.learn(row)
-        kept.keep(gpu.target, found)
+        storing.store(gpu.target, found)
         count += len(found)
         longest = max(longest, time.monotonic() - start - spent)
     if longest and not count:

@@ -170,7 +170,7 @@ class Facts:
         return tuple(sorted(int(match[1]) for match in found if match))
 
 
-class _Unread:
+class _ReadErrors:
     """The things that could not be read, with the errors; these are facts as well."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ def gather() -> Facts:
 
     Never raises: what cannot be read is among the facts as ``unread``.
     """
-    unread = _Unread()
+    unread = _ReadErrors()
     read = unread.or_else
     driver = read("the driver", _driver, None)
     # JAX first: the libcudnn that it loads is the one that is used.
@@ -410,7 +410,7 @@ def _companions() -> tuple[tuple[tuple[str, str], ...], str]:
         return (), str(error)
 
 
-def _cudnn_files(used: Cudnn | None, unread: _Unread) -> Iterator[CudnnFile]:
+def _cudnn_files(used: Cudnn | None, unread: _ReadErrors) -> Iterator[CudnnFile]:
     """Yield every libcudnn within reach once, however many links lead to it."""
     directories = [
         *native.library_directories(),

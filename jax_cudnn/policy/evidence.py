@@ -13,7 +13,7 @@ from jax_cudnn.policy.nearest import (
     LOSS,
     Kernel,
     Measured,
-    Near,
+    Neighbour,
     Verdict,
     verdict_of,
 )
@@ -55,15 +55,15 @@ def slow_engines(kernel: Kernel, tables: Tables) -> tuple[int, ...]:
     return tuple(e for e, found in verdicts if found and not found.is_faster)
 
 
-_Found = Sequence[tuple[float, Near, int]]
+_Found = Sequence[tuple[float, Neighbour, int]]
 
 
 def _near(kernel: Kernel, tables: Tables, last: Table | None = None) -> _Found:
     """Return the kernels near one, by how much their table is away, and its place."""
-    found: list[tuple[float, Near, int]] = []
+    found: list[tuple[float, Neighbour, int]] = []
     for place, table in enumerate(tables.tables):
-        more = tables.apart[place]
-        found += ((more, x, place) for x in kernels(table).near_kernels(kernel))
+        more = tables.distances[place]
+        found += ((more, x, place) for x in kernels(table).neighbours(kernel))
         if table is last:
             break
     return found
@@ -74,8 +74,8 @@ def _verdict(
 ) -> Verdict | None:
     def judged() -> Iterator[tuple[float, float, int]]:
         for more, each, place in near:
-            apart, ratio = each.by(engine)
-            yield apart + more, ratio, place
+            distance, ratio = each.by(engine)
+            yield distance + more, ratio, place
 
     return verdict_of(judged(), most_apart)
 

@@ -36,7 +36,7 @@ everywhere: they only leave more to XLA (evidence.py).
 What ``plans.calibrate`` measured on a machine's GPU is a table, too (own.py). It has no
 rows, but kernels of all families. They count as much as those of the package that were
 measured with the same architecture and cuDNN. Kernels of other tables count as if they
-were further away (`Tables.apart`).
+were further away (`Tables.distances`).
 """
 
 import functools
@@ -230,12 +230,12 @@ def _minor(target: Target | None) -> int:
 class Tables:
     """All tables, those that are nearest to a target first.
 
-    ``apart`` says by how much the kernels of each count as further away than those of
-    the nearest table that has some.
+    ``distances`` says how much is added to the distance of the kernels of each table:
+    nothing for the nearest table that has kernels.
     """
 
     tables: tuple[Table, ...]
-    apart: tuple[float, ...]
+    distances: tuple[float, ...]
 
     def about(self, of: str) -> Table:
         """Return the nearest table that says something about something."""
@@ -297,7 +297,7 @@ def _nearest_first(
             table.gpu != gpu,
         )
 
-    def apart(table: Table) -> float:
+    def kernel_distance(table: Table) -> float:
         is_other_gpu = table.gpu not in ("", gpu)
         return (
             _OTHER_ARCHITECTURE * (table.sm_version != sm_version)
@@ -306,6 +306,6 @@ def _nearest_first(
         )
 
     ordered = tuple(sorted(found, key=distance))
-    with_kernels = [apart(table) for table in ordered if table.data.get("kernels")]
-    least = min(with_kernels, default=0.0)
-    return Tables(ordered, tuple(max(0.0, apart(x) - least) for x in ordered))
+    with_kernels = (x for x in ordered if x.data.get("kernels"))
+    least = min(map(kernel_distance, with_kernels), default=0.0)
+    return Tables(ordered, tuple(max(0.0, kernel_distance(x) - least) for x in ordered))

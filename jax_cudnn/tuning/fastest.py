@@ -27,7 +27,7 @@ from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.offline.builders import PlanBuilders, plan_builders
 from jax_cudnn.tuning.contest import Contest
 from jax_cudnn.tuning.pace import Pace
-from jax_cudnn.tuning.together import Followed, Task, Work, in_stages, workers
+from jax_cudnn.tuning.together import Task, WithFollowUp, Work, in_stages, workers
 
 # Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
@@ -104,5 +104,5 @@ def measure_each(
 def _beside(tasks: Sequence[Task]) -> Work[None]:
     """Run tasks with the first programs: the first tasks only find the entrants."""
     yield []
-    # Those that are followed begin before all others.
-    yield [Followed(task, lambda result: result) for task in tasks]
+    # Tasks with a follow-up begin before all others.
+    yield [WithFollowUp(task, lambda result: result) for task in tasks]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jax_cudnn import cache
-from jax_cudnn.calibration import kept
+from jax_cudnn.calibration import storing
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import Rewrite
 from jax_cudnn.policy import measured_as, ranked
@@ -23,10 +23,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Keep what is calibrated in a folder of the test's own, and return it."""
     before = cache.settings()
     cache.configure(cache.Settings(directory=tmp_path / "cache"))
-    kept.use()
+    storing.reload()
     yield tmp_path / "cache"
     cache.configure(before)
-    kept.use()
+    storing.reload()
 
 
 def kernel(

@@ -134,7 +134,7 @@ class _Fold:
             return None
         maxima = made_by(filter(is_max_or_min, self._graph.nodes))
         if not sums.isdisjoint(maxima):
-            return None  # What is added up afterwards are the shares of sums.
+            return None  # Only partial sums are added up afterwards.
         axes = {name: self._axes[name] for name in sizes}
         return FoldRule(letter=self._letter, axes=axes, sizes=sizes, sums=sums)
 

@@ -106,7 +106,7 @@ def hide_rows_of_cache(editor: GraphEditor) -> None:
     def after(env: Env, results: Env) -> None:
         ends = _ends(tensors, env)
         for role in results:
-            defined = _Defined.of(role, ends, attributes)
+            defined = _DefinedRows.of(role, ends, attributes)
             is_computed, fill = (to_stored(tensors[role], x) for x in defined)
             x = results[role]
             results[role] = jnp.where(is_computed, x, fill.astype(x.dtype))
@@ -114,14 +114,14 @@ def hide_rows_of_cache(editor: GraphEditor) -> None:
     editor.after.append(after)
 
 
-class _Defined(NamedTuple):
+class _DefinedRows(NamedTuple):
     """The rows that a kernel computes, and what the others are, as (b, 1, s, 1)."""
 
     is_computed: jax.Array
     fill: jax.Array
 
     @classmethod
-    def of(cls, role: str, ends: Ends, attributes: CachedAttributes) -> "_Defined":
+    def of(cls, role: str, ends: Ends, attributes: CachedAttributes) -> "_DefinedRows":
         """Return them for a result."""
         is_lost = ends.lost_rows(attributes)
         empty = -jnp.inf if role == "stats" else 0.0
@@ -231,7 +231,7 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Rewrite:
             stats = stats[..., None]
         found = {"output": output, "stats": stats}
         for role, x in found.items():
-            defined = _Defined.of(role, ends, attributes)
+            defined = _DefinedRows.of(role, ends, attributes)
             found[role] = jnp.where(defined.is_computed, x, defined.fill)
         results = (
             (tensor, found[role_of[tensor.name]]) for tensor in graph.output_tensors

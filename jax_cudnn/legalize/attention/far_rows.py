@@ -28,7 +28,7 @@ from jax_cudnn.graph import SdpaAttributes, Tensor
 from jax_cudnn.graph.attention.score_mod import OPERANDS, largest
 from jax_cudnn.legalize.attention.masks import DEAD_STATS, unfolded
 from jax_cudnn.legalize.attention.passes import attention_pass, attributes_of
-from jax_cudnn.legalize.common.editor import Env, GraphEditor, Rare
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, SlowPath
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.interpreter import to_logical
 
@@ -72,8 +72,8 @@ def take_far_rows(editor: GraphEditor) -> None:
     def after(env: Env, results: Env) -> None:
         results.update(rows.add_to(results, env))
 
-    editor.rare = Rare(
-        happens=lambda env: jnp.any(is_far(env["stats"])), before=before, after=after
+    editor.slow_path = SlowPath(
+        is_needed=lambda env: jnp.any(is_far(env["stats"])), before=before, after=after
     )
 
 

@@ -238,7 +238,7 @@ def _seen(
     arrays = {
         role: to_logical(tensors[role], env[role]) for role in _COUNTS if role in env
     }
-    shaped = {kind: _Shaped(tensors[kind].dims) for kind in GRADIENTS_ALONG}
+    shaped = {kind: _ShapeOnly(tensors[kind].dims) for kind in GRADIENTS_ALONG}
     queries, keys = sequences.spans(attributes, {**arrays, **shaped})  # type: ignore[arg-type]
     left, right = _bounds(attributes)
     # A causal sequence of 5 queries and 3 keys, aligned at its end: `more` is -2, so
@@ -260,7 +260,7 @@ def _seen(
     }
 
 
-class _Shaped(NamedTuple):
+class _ShapeOnly(NamedTuple):
     """A stand-in for an array of which only the shape is read."""
 
     shape: tuple[int, ...]

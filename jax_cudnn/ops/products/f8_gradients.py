@@ -27,7 +27,7 @@ Given = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductByHand(abc.ABC):
+class ProductWithGradient(abc.ABC):
     """A product of copies, and its gradients; all operands are given by name."""
 
     op: str
