@@ -83,8 +83,8 @@ def _kernels_of(call: Call, target: Target, seen: set[Graph]) -> Iterator[Candid
         if part in seen:
             continue
         seen.add(part)
-        ways = ranked(part, target)
-        kernel = measured_as(part, ways[0].rewrite, target) if ways else None
+        rewrites = ranked(part, target)
+        kernel = measured_as(part, rewrites[0].rewrite, target) if rewrites else None
         if kernel is not None:
             yield Candidate(part, kernel)
 

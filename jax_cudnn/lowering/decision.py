@@ -65,7 +65,7 @@ class Attempt:
 
     @classmethod
     def left_to_xla(cls, way: str, reason: str) -> "Attempt":
-        """Return a way that is not taken on purpose."""
+        """Return a rewrite that is not taken on purpose."""
         return cls(way=way, reasons=(reason,), is_refusal=False)
 
 
@@ -377,10 +377,10 @@ def _pinned(
 def rewritten_as(
     part: Graph, legalization: Legalization, target: Target, digest: str
 ) -> Rewrite | None:
-    """Return the way to write a part with that digest; without one, the first way."""
+    """Return the rewrite of a part with that digest; without one, the first rewrite."""
     if not digest:
-        ways = rank(part, legalization.candidates, target)
-        return ways[0].rewrite if ways else None
+        ranked = rank(part, legalization.candidates, target)
+        return ranked[0].rewrite if ranked else None
     for rewrite in legalization.candidates:
         if digest == choices.digest_of(rewrite.graph):
             return rewrite

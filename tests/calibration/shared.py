@@ -56,14 +56,14 @@ def row(like: Kernel, ratio: float, number: int = 0, **fields: Any) -> dict[str,
     }
 
 
-def first_way(part: Graph, target: Target = H100) -> Rewrite:
+def first_rewrite(part: Graph, target: Target = H100) -> Rewrite:
     """Return the way to run a part that is tried first."""
     return ranked(part, target)[0].rewrite
 
 
 def rows_like(part: Graph, ratio: float, count: int = 8) -> list[dict[str, Any]]:
     """Return rows of kernels that are as a part's, all of one ratio."""
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     return [row(like, ratio, number) for number in range(count)]
 

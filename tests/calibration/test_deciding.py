@@ -17,7 +17,7 @@ from jax_cudnn.lowering import traced_program
 from jax_cudnn.policy import evidence, measured_as, ranked, tables
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
-from tests.calibration.shared import H100, first_way, folder, row, rows_like
+from tests.calibration.shared import H100, first_rewrite, folder, row, rows_like
 from tests.policy import answers
 from tests.products.shared.grouped_layers import GroupedLayer
 
@@ -119,7 +119,7 @@ def test_another_cudnn_counts_as_further_away() -> None:
     assert tables_for(H100).distances == (0.0, 1.0, 1.0)
     assert [table.cudnn for table in tables_for(H100).tables] == [919, 920, 928]
     assert tables_for(_L4).distances == (0.0, 1.5, 1.0)
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     far, near = (evidence.verdict_on(like, tables_for(x)) for x in (H100, _NEWER))
     assert far is not None
@@ -160,7 +160,7 @@ def test_slow_engines_add_to_those_of_the_package() -> None:
 def test_an_engine_that_was_slow_nearby_leaves_a_part_to_xla_everywhere() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     engines = {"77": 1.0, "98": 12.0}
     storing.store(H100, [row(like, 0.5, i, engines=engines) for i in range(8)])
@@ -174,7 +174,7 @@ def test_an_engine_that_was_slow_nearby_leaves_a_part_to_xla_everywhere() -> Non
 def test_a_plan_that_was_faster_goes_first_with_the_same_cudnn_alone() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     engines = {"77": 1.0, "78": 0.5}
     storing.store(H100, [row(like, 1.0, i, engines=engines) for i in range(8)])

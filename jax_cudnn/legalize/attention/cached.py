@@ -40,8 +40,8 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     if reasons := _reasons(editor):
         return Legalization(reasons=tuple(reasons), advice=ADVICE)
     as_heads = _fits_as_heads(editor)
-    ways = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
-    return Legalization(candidates=(*ways, _edited(editor)))
+    rewrites = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
+    return Legalization(candidates=(*rewrites, _edited(editor)))
 
 
 def _edited(editor: GraphEditor) -> Rewrite:

@@ -78,8 +78,8 @@ class Rewrite:
         condition, and then only until the kernel starts.
         """
 
-        def by(way: Rewrite | FastPath) -> Arrays:
-            return way.after(operands, kernel(way.before(operands)))
+        def by(rewrite: Rewrite | FastPath) -> Arrays:
+            return rewrite.after(operands, kernel(rewrite.before(operands)))
 
         if self.fast_path is None:
             return by(self)
@@ -100,13 +100,13 @@ class Legalization:
 
 
 def around(
-    way: Rewrite,
+    rewrite: Rewrite,
     given: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = tuple,
     results: After = lambda _, made: tuple(made),
     *,
     notes: tuple[str, ...] = (),
 ) -> Rewrite:
-    """Return a way to run a graph, given one to run another graph in its place.
+    """Return a rewrite that runs a graph, given one to run another graph in its place.
 
     ``given`` makes that one's operands of the graph's own. ``results`` makes the
     graph's results of its operands and of that one's results.
@@ -118,7 +118,7 @@ def around(
     def after_of(after: After) -> After:
         return lambda operands, made: results(operands, after(given(operands), made))
 
-    fast_path = way.fast_path
+    fast_path = rewrite.fast_path
     if fast_path is not None:
         applies = fast_path.applies
         fast_path = FastPath(
@@ -127,11 +127,11 @@ def around(
             after=after_of(fast_path.after),
         )
     return replace(
-        way,
-        before=before_of(way.before),
-        after=after_of(way.after),
+        rewrite,
+        before=before_of(rewrite.before),
+        after=after_of(rewrite.after),
         fast_path=fast_path,
-        notes=(*way.notes, *notes),
+        notes=(*rewrite.notes, *notes),
     )
 
 

@@ -26,7 +26,7 @@ _NOTE = "XLA stores groups as rows before the kernel, and scales the result"
 
 
 def as_layer_norm(graph: Graph) -> Rewrite:
-    """Return the way to compute a group norm, or its gradient, as a layer norm."""
+    """Return the rewrite of a group norm, or of its gradient, as a layer norm."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     assert isinstance(node.attributes, NormAttributes)

@@ -118,13 +118,13 @@ def _reach(attributes: ConvAttributes, w: Tensor, output: Tensor) -> list[int]:
 
 def add_channels(editor: GraphEditor) -> None:
     """Write x and the filters with more channels."""
-    way = more_channels(editor.graph, editor.main)
+    rewrite = more_channels(editor.graph, editor.main)
     x, w, _ = names = [editor.roles[role] for role in TRIPLES[editor.main.kind]]
     for name in (x, w):
         editor.reorder(name, channels_last(len(editor.tensors[name].dims)))
-    if way == "patches":
+    if rewrite == "patches":
         _fold_steps(editor, *names)
-    elif way == "windows":
+    elif rewrite == "windows":
         _spread_windows(editor, *names)
     else:
         _spread_rows(editor, *names)

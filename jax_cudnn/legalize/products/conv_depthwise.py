@@ -36,7 +36,7 @@ _FEWEST_CHANNELS = 9
 _NARROW = ("bf16", "f16")
 # A gradient of wider filters takes longer the wider they are. This was measured.
 _WIDEST = 31
-# What a way is called that keeps groups as they are.
+# The name of the rewrite that keeps groups as they are.
 OWN = "own"
 
 
@@ -46,10 +46,10 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     return w.dims[1] == 1 < x.dims[1]
 
 
-def has_engine(way: Rewrite) -> bool:
-    """Whether cuDNN has an engine of its own for what a way made of a convolution."""
-    (node,) = filter(is_anchor, way.graph.nodes)
-    x, w, _ = arrays_in(way.graph, node)
+def has_engine(rewrite: Rewrite) -> bool:
+    """Whether cuDNN has a depthwise engine for the convolution of a rewrite."""
+    (node,) = filter(is_anchor, rewrite.graph.nodes)
+    x, w, _ = arrays_in(rewrite.graph, node)
     attributes = conv_attributes(node)
     is_like = _is_like_those_with_engines(x, w, attributes)
     if not is_like or {*attributes.rhs_dilation} != {1}:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions in groups, and the ways in which cuDNN may run them.
+"""Rewrites convolutions in groups into forms that cuDNN may run faster.
 
 cuDNN has fast engines for groups of 8 to 128 channels, a power of two, with as many in
 as out. Others may take ten times as long. So channels of a group are padded to such a
@@ -86,8 +86,8 @@ def _fills(editor: GraphEditor, factor: int) -> bool:
     return not (factor * c % unit or factor * o % unit)
 
 
-def ways(editor: GraphEditor) -> Iterator[GroupRewrite]:
-    """Yield the ways in which cuDNN may run a convolution in groups.
+def group_rewrites(editor: GraphEditor) -> Iterator[GroupRewrite]:
+    """Yield the rewrites of a convolution in groups.
 
     Each has a name of its own. They may be the same, or have nothing to do.
     """

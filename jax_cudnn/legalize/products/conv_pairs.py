@@ -20,7 +20,7 @@ from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import channels_last
 
-# What a way with pairs is called.
+# The name of the rewrite with pairs.
 PAIRS = "pairs"
 # Channels that leave a tile half empty and fill loads. With 16, pairs were slower.
 _LEAST, _MOST, _UNIT = 24, 32, 8

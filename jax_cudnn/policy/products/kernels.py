@@ -22,7 +22,7 @@ from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.nearest import Kernel
-from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
+from jax_cudnn.policy.products.orders import becomes_of_groups, first_rewrite
 from jax_cudnn.policy.tables import Table, Tables
 
 KINDS = (*TRIPLES, "matmul")
@@ -56,14 +56,16 @@ def class_of(part: Graph, tables: Tables) -> str:
         return ""  # Depthwise ones have rows of their own.
     words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
-    if windows and (first_way(part, tables) != conv.PLAIN):
+    if windows and (first_rewrite(part, tables) != conv.PLAIN):
         return ""  # Another convolution runs, which was faster wherever measured.
     if windows:
         words.append(f"{len(windows)} axes")
         words += [_OF_ONES] if max(windows) == 1 else []
         if sizes["g"] > 1:
-            way = becomes_of_groups(part, tables)
-            words += [_GROUPS] if way == conv_groups.AS_IT_IS else [_GROUPS, way]
+            rewrite = becomes_of_groups(part, tables)
+            words += (
+                [_GROUPS] if rewrite == conv_groups.AS_IT_IS else [_GROUPS, rewrite]
+            )
     elif sizes["b"] > 1:
         words.append("batched")
     elif sizes["m"] <= _FEW_ROWS:
