@@ -77,9 +77,9 @@ class Calibrated(Page):
             for change in each.changes:
                 yield Text(f"  changed since: {change}")
             yield Text(f"  in {each.path}")
-        for told in self.broken:
+        for shown in self.broken:
             yield Text("")
-            yield Text(f"Not used: {told}")
+            yield Text(f"Not used: {shown}")
         yield Text("")
         yield Text(f"Tables of the package: {'; '.join(self.shipped)}.")
         if self.gpu and not self.is_covered:
@@ -158,11 +158,11 @@ def _measured(
     chooser: Chooser, gpu: LocalGpu, seconds: float, *, is_thorough: bool
 ) -> Iterator[str]:
     """Measure batches until the time is over; yield once for every second."""
-    start, told, longest, count = time.monotonic(), 0, 0.0, 0
+    start, yielded, longest, count = time.monotonic(), 0, 0.0, 0
     while (spent := time.monotonic() - start) + longest < seconds:
-        while told < spent:
-            yield f"{told} s"
-            told += 1
+        while yielded < spent:
+            yield f"{yielded} s"
+            yielded += 1
         chosen = chooser.take(workers())
         if not chosen and not longest:
             raise ValueError("calibrate: none of the drawn calls is wanted, or is new")

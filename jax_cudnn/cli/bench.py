@@ -152,8 +152,8 @@ def _run(arguments: argparse.Namespace) -> int:
             header = f"On {target.name}, medians:\n" if len(benches) == 1 else ""
             print(f"{header}{benches[-1]}", flush=True)
     if arguments.json:
-        told = [each.to_json() for each in benches]
-        data = {"schema": SCHEMA, "device": dataclasses.asdict(target), "parts": told}
+        shown = [each.to_json() for each in benches]
+        data = {"schema": SCHEMA, "device": dataclasses.asdict(target), "parts": shown}
         print(json.dumps(data, indent=2))
     return 0
 

@@ -104,7 +104,7 @@ class FuseExplanation(Page):
         from jax_cudnn.plans import explain
 
         kernels: list[FusedKernel] = []
-        told = ""
+        shown = ""
         for kernel in self.kernels:
             graph, options = kernel.graph, kernel._options
             operands = [
@@ -118,9 +118,9 @@ class FuseExplanation(Page):
                 return run_graph(graph, arrays, options)
 
             found = explain(run, *operands, device=device)
-            told = f"cuDNN {found.cudnn_version} on {found.device}"
+            shown = f"cuDNN {found.cudnn_version} on {found.device}"
             kernels.append(replace(kernel, calls=found.calls))
-        return replace(self, kernels=tuple(kernels), device=told)
+        return replace(self, kernels=tuple(kernels), device=shown)
 
     def _blocks(self) -> Iterator[Block]:
         yield Heading(

@@ -72,7 +72,7 @@ class Kernel:
 
     ``made`` says which step makes a value, and ``views`` how its axes lie. ``reduced``
     are the steps that are reductions, with the axes of the kernel's tensor along
-    which they are, and ``casts`` says of what each cast of one is: XLA casts behind the
+    which they are, and ``casts`` says of what each cast of one is: XLA casts after the
     kernel. ``graph`` and ``options`` are what it was run as.
     """
 
@@ -354,7 +354,7 @@ def _letters(count: int) -> str:
 
 # --- reading what surrounds a kernel --------------------------------------------------
 
-# The axes of a product's tensor behind that of its batch.
+# The axes of a matmul's tensors other than the batch.
 _ROWS, _COLUMNS = 1, 2
 # The operations that a kernel ends with, and their modes.
 REDUCTIONS = {"reduce_max": "max", "reduce_min": "min", "reduce_sum": "add"}

@@ -125,7 +125,7 @@ _AnyWork = TypeVar("_AnyWork", bound=_Work)
 
 
 class Program(NamedTuple):
-    """A function as a list of operations, each behind those whose results it reads."""
+    """A function as a list of operations, each after those whose results it reads."""
 
     operations: tuple[Operation, ...]
     inputs: tuple[Value, ...]

@@ -136,7 +136,7 @@ class _Assignment:
             elif level in kernels:
                 self._joined(work, kernels[level], levels, level)
             if work.has_effects:
-                # What follows an effect stays behind it.
+                # What follows an effect stays after it.
                 kernels.clear()
             levels |= dict.fromkeys(work.outputs, level)
         self._levels = levels

@@ -67,14 +67,14 @@ def _within_limits(
     )
     if kept:
         return replace(found, candidates=kept)
-    told = {
-        limit: limit.told_of(graph, target)
+    message = {
+        limit: limit.message_for(graph, target)
         for graph in (*(rewrite.graph for rewrite in rewrites), part)
         for limit in limits.met(graph, target)
     }
-    if not told:
+    if not message:
         return found
     return Legalization(
-        reasons=(*found.reasons, *told.values()),
+        reasons=(*found.reasons, *message.values()),
         advice=found.advice or ADVICE,
     )

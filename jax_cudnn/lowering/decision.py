@@ -162,7 +162,7 @@ def decide(graph: Graph, options: Options) -> Decision:
 
 
 def forget_decisions() -> None:
-    """Decide anew what was decided before, for when the plans behind it are gone."""
+    """Decide anew what was decided before, for when its plans are gone."""
     _decide.cache_clear()
 
 
@@ -259,8 +259,8 @@ def decide_part(
                 continue
             if is_auto and not request and ranked.is_slow_by(plan.engine):
                 is_slow = plan.engine in ranked.slow_engines
-                told = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
-                attempts.append(Attempt.left_to_xla(way, told))
+                shown = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
+                attempts.append(Attempt.left_to_xla(way, shown))
                 by.append(ranked.engines_by)
                 continue
         return PartDecision(
@@ -346,8 +346,8 @@ def _pinned(
     if options.exact_dtypes and rewrite.rounds_sums:
         return None
     if is_by_place(measured.plan) and not gpu.is_here:
-        told = "its plan is pinned by its place in the list of a GPU that is here"
-        _say_stale_once(summary(part), told)
+        shown = "its plan is pinned by its place in the list of a GPU that is here"
+        _say_stale_once(summary(part), shown)
         return None
     try:
         json = to_json(rewrite.graph)
@@ -355,8 +355,8 @@ def _pinned(
             return None
         plan = gpu.plan(json, measured.plan)
         if refused := _refused_notes(options, plan):
-            told = f"its plan has the note {refused}, which is refused"
-            _say_stale_once(summary(part), told)
+            shown = f"its plan has the note {refused}, which is refused"
+            _say_stale_once(summary(part), shown)
             return None
     except (GraphError, UnsupportedError) as error:
         _say_stale_once(summary(part), str(error))

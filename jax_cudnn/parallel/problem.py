@@ -141,16 +141,18 @@ def predicate_arrays(given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 def predicates_of(problem: Problem, shards: Shards) -> tuple[Predicate, ...]:
     """Return the mask's predicates."""
-    return tuple(x for x in _said(problem, shards) if not isinstance(x, Overrun))
+    return tuple(
+        x for x in _all_predicates(problem, shards) if not isinstance(x, Overrun)
+    )
 
 
 def overrun_of(problem: Problem, shards: Shards) -> Overrun | None:
     """Return which queries see a token that is not in the cache; None for none."""
-    said = _said(problem, shards)
-    return next((x for x in said if isinstance(x, Overrun)), None)
+    found = _all_predicates(problem, shards)
+    return next((x for x in found if isinstance(x, Overrun)), None)
 
 
-def _said(problem: Problem, shards: Shards) -> tuple[Any, ...]:
+def _all_predicates(problem: Problem, shards: Shards) -> tuple[Any, ...]:
     if problem.predicates is None:
         return ()
     return jax.tree.unflatten(problem.predicates, shards.predicates)

@@ -2,8 +2,8 @@
 """Attention in which keys travel around a ring of devices, forward and backward.
 
 In each step a device attends to the keys at hand, while the next ones are on their way.
-Backward, the sums of the gradients of keys and values travel behind them, one step
-late, so that this too goes on beside the kernels.
+Backward, the sums of the gradients of keys and values travel one step after them, so
+that they too are sent while kernels run.
 """
 
 from typing import TypeVar
@@ -55,29 +55,29 @@ def _backward(
     queries = query_places(problem, shards)
     sums = no_gradients(shards, _keys(problem, shards, steps[0], at_hand), wanted)
     # Of the keys at hand, as far as the devices that had them before know it.
-    behind: tuple[jax.Array, jax.Array] | None = None
+    travelling: tuple[jax.Array, jax.Array] | None = None
     shift = 0
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         coming = at_hand
         if following is not None:
             coming = _moved(problem, at_hand, following.shift - step.shift)
-        if behind is not None:
-            behind = _moved(problem, behind, step.shift - shift)
+        if travelling is not None:
+            travelling = _moved(problem, travelling, step.shift - shift)
         keys = _keys(problem, shards, step, at_hand)
         alone = sums._replace(
             key=jnp.zeros_like(sums.key), value=jnp.zeros_like(sums.value)
         )
         sums = gradient_step(problem, step, shards, queries, keys, cotangents, alone)
-        behind = (
+        travelling = (
             (sums.key, sums.value)
-            if behind is None
-            else (behind[0] + sums.key, behind[1] + sums.value)
+            if travelling is None
+            else (travelling[0] + sums.key, travelling[1] + sums.value)
         )
         shift = step.shift
         if following is not None:
-            at_hand, (behind, sums) = _together(coming, (behind, sums))
-    assert behind is not None
-    key, value = _moved(problem, behind, -shift)
+            at_hand, (travelling, sums) = _together(coming, (travelling, sums))
+    assert travelling is not None
+    key, value = _moved(problem, travelling, -shift)
     return operand_gradients(shards, sums._replace(key=key, value=value))
 
 

@@ -80,7 +80,7 @@ def _verdict(
     return verdict_of(judged(), most_apart)
 
 
-def told(kernel: Kernel, verdict: Verdict) -> str:
+def described(kernel: Kernel, verdict: Verdict) -> str:
     """Say why "auto" leaves a kernel to XLA."""
     return (
         f"cuDNN's first plan may be slower: for {verdict.losses} of the "
@@ -93,4 +93,6 @@ def told(kernel: Kernel, verdict: Verdict) -> str:
 def source(verdict: Verdict, tables: Tables, target: Target | None) -> str:
     """Say which tables the kernels are from that judged."""
     counts = Counter(tables.tables[place].source(target) for place in verdict.tables)
-    return ", ".join(f"{count} kernels {told}" for told, count in counts.items())
+    return ", ".join(
+        f"{count} kernels {described}" for described, count in counts.items()
+    )

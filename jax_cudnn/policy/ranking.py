@@ -171,7 +171,7 @@ def _by_kernels(
     verdict = None if point is None else evidence.verdict_on(point, tables, last)
     if point is None or verdict is None:
         return None
-    slower = "" if verdict.is_faster else evidence.told(point, verdict)
+    slower = "" if verdict.is_faster else evidence.described(point, verdict)
     by = evidence.source(verdict, tables, target)
     return Ranked(rewrite=rewrite, slower=slower, by=by)
 

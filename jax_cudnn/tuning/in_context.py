@@ -90,8 +90,8 @@ class ProgramTimes:
             "cuDNN alone": self.cudnn_us,
             "each kernel's winner": self.kernels_us,
         }
-        told = [f"{name} {us:.1f}" for name, us in others.items() if us is not None]
-        beside = f" ({', '.join(told)})" if told else ""
+        shown = [f"{name} {us:.1f}" for name, us in others.items() if us is not None]
+        beside = f" ({', '.join(shown)})" if shown else ""
         return f"the whole program, in microseconds: {self.chosen_us:.1f}{beside}"
 
 
@@ -155,13 +155,13 @@ def settle(
         chosen, best = improved, min(took, key=lambda name: took[name])
         if took[best] < us * (1 - _TIE):
             chosen, us = numbers[best], took[best]
-    told = {f"{name}_us": round(each, 1) for name, each in took.items()}
+    shown = {f"{name}_us": round(each, 1) for name, each in took.items()}
     is_xla_alone = all(map(_is_near, found.values()))
     times = ProgramTimes(
         chosen_us=round(us, 1),
         is_xla_alone=is_xla_alone and is_all,
         is_all=is_all,
-        **told,
+        **shown,
     )
     return contest.chosen(chosen), times
 

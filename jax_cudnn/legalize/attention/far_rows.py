@@ -4,7 +4,7 @@
 Kernels compute probabilities again as exp(score - stats) in f32. A row whose bias is
 -1e9 for every key, as padding has it, has stats of -1e9: f32 has no digits left there
 for the number of keys, and the probabilities are too large by that number. The saved
-log-sum-exp cannot be mended, and a bias that is shifted row by row costs as much as
+log-sum-exp cannot be repaired, and a bias that is shifted row by row costs as much as
 reading and writing all of it in each call.
 
 So the kernel gets a log-sum-exp for such rows that makes their probabilities 0, and the

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Legalises attention whose rows hold several sequences.
 
-cuDNN takes them one behind another ("ragged", THD): each tensor comes with the places
+cuDNN takes them one after another ("ragged", THD): each tensor comes with the places
 in memory where its sequences begin, and nothing is padded. Beside a bias or a mask, and
 where a GPU or a version has no plan for that, the sequences become a mask of s * t.
 """
@@ -85,9 +85,9 @@ def _why_not_ragged(
     if any(bound < 0 for bound in attributes.window):
         return f"cuDNN has no band for the window {list(attributes.window)}"
     if NO_PACKED_STATS.is_here(target):
-        return NO_PACKED_STATS.told(target, roles)
+        return NO_PACKED_STATS.message(target, roles)
     if LARGE_PACKED_HEADS.is_here(target) and _largest_gradient_head(roles) > 128:
-        return LARGE_PACKED_HEADS.told(target, roles)
+        return LARGE_PACKED_HEADS.message(target, roles)
     largest = max(math.prod(tensor.dims) for tensor in roles.values())
     if largest * _most_padding(query, roles["value"]) >= 2**31:
         return "their offsets would be 2^31 or more"
@@ -127,7 +127,7 @@ def _count(roles: Mapping[str, Tensor]) -> int:
 
 @attention_pass()
 def pack_tokens(editor: GraphEditor) -> None:
-    """Store tokens one behind another, and give padding its defined results.
+    """Store tokens one after another, and give padding its defined results.
 
     Kernels leave what is in no sequence as it was. Queries that see no key are not
     among the kernel's: it gets the others only.

@@ -171,8 +171,8 @@ def _fold_steps(editor: GraphEditor, x: str, w: str, output: str) -> None:
     for name in (x, w):
         _fold(editor, name, steps)
     _step_by_one(editor)
-    told = " x ".join(map(str, steps))
-    editor.notes.append(f"what lies within steps of {told} is channels of {x}")
+    steps_text = " x ".join(map(str, steps))
+    editor.notes.append(f"what lies within steps of {steps_text} is channels of {x}")
 
 
 def _fold(editor: GraphEditor, name: str, steps: Sequence[int]) -> None:

@@ -194,5 +194,7 @@ def _widen(editor: GraphEditor, axes: Sequence[_Axis]) -> None:
             rhs_dilation=(1, 1),
         )
     )
-    told = " x ".join(str(axis.size) for axis in axes)
-    editor.notes.append(f"the gradient is of windows of {told}, and {name} is cut")
+    sizes_text = " x ".join(str(axis.size) for axis in axes)
+    editor.notes.append(
+        f"the gradient is of windows of {sizes_text}, and {name} is cut"
+    )

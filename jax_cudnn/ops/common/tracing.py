@@ -95,7 +95,7 @@ def write_equation(
     steps: list[Step],
     dtype: np.dtype,
 ) -> "_Value":
-    """Write an equation of one result as steps, behind those that there are.
+    """Write an equation of one result as steps, after those that there are.
 
     Its operands are what earlier steps made, numbers, and values beside them, none of
     which are truth values. Its floats are all of that dtype.

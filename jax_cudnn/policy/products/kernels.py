@@ -185,8 +185,8 @@ def engines_source(part: Graph, target: Target | None, tables: Tables) -> str:
         return ""
     names = itertools.chain.from_iterable(_names_of_engines(part, node, tables))
     every = (table for name in names for table in slow.get(name, _Slow()).tables)
-    told = dict.fromkeys(table.source(target) for table in every)
-    return ", ".join(f"engines {each}" for each in told)
+    shown = dict.fromkeys(table.source(target) for table in every)
+    return ", ".join(f"engines {each}" for each in shown)
 
 
 def own_engines(part: Graph, tables: Tables) -> tuple[int, ...]:
