@@ -92,6 +92,8 @@ def _sides(
 
 def _peeled(value: Value, makers: Makers) -> _Side:
     """Return what an operand is a transpose of."""
+    # For w.T with w (5, 24), return w and the axes (1, 0): axis 0 of the operand, of
+    # size 24, is axis 1 of w.
     axes = tuple(range(len(value.shape)))
     while (maker := makers.get(value)) is not None and maker.name == "transpose":
         (source,) = maker.inputs

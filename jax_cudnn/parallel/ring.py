@@ -54,6 +54,8 @@ def _backward(
     at_hand = (shards.key, shards.value)
     queries = query_places(problem, shards)
     sums = no_gradients(shards, _keys(problem, shards, steps[0], at_hand), wanted)
+    # The gradient of device 0's keys is begun by device 0. Device 1 adds its part one
+    # step later, then device 2, ... In the end it is sent back to device 0.
     # Of the keys at hand, as far as the devices that had them before know it.
     travelling: tuple[jax.Array, jax.Array] | None = None
     shift = 0
@@ -138,6 +140,7 @@ def _steps(problem: Problem, shards: Shards) -> tuple[Step, ...]:
 def _keys(
     problem: Problem, shards: Shards, step: Step, at_hand: tuple[jax.Array, jax.Array]
 ) -> Keys:
+    # In the step of shift 1, device 0 of 4 has the keys of device 3.
     source = (problem.device - step.shift) % problem.count
     is_read = bool(shards.scores) or shards.mask is not None
     return Keys(

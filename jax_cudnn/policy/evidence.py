@@ -94,5 +94,5 @@ def source(verdict: Verdict, tables: Tables, target: Target | None) -> str:
     """Say which tables the kernels are from that judged."""
     counts = Counter(tables.tables[place].source(target) for place in verdict.tables)
     return ", ".join(
-        f"{count} kernels {described}" for described, count in counts.items()
+        f"{count} kernels {table}" for table, count in counts.items()
     )

@@ -160,6 +160,10 @@ def _merge(editor: GraphEditor, factor: int) -> bool:
 
 def _spread(w: Tensor, groups: int, factor: int, stored: jax.Array) -> jax.Array:
     """Return filters of merged groups, zero but for each old group's own channels."""
+    # Four groups of 2 channels in and 3 out, merged into 2 groups: filters
+    # (12, 2, y, x) become (12, 4, y, x). The first 3 of them have their channels in 0:2
+    # and zeros in 2:4, the next 3 have zeros in 0:2 and their channels in 2:4, and so
+    # on.
     inverse = tuple(w.order.index(axis) for axis in range(len(w.order)))
     out, c, *window = w.dims
     x = jnp.transpose(stored, inverse)

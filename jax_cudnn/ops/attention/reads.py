@@ -69,6 +69,8 @@ def _pairs(s: int | None, t: int | None) -> tuple[np.ndarray | None, np.ndarray 
 
     These are the pairs of the first or last query, or of the first or last key.
     """
+    # With 3 queries and 2 keys, these are (0, 0), (0, 1), (0, 0), (1, 0), (2, 0), ...
+    # The distances key - query are -2 to 1, as they are for all 6 pairs.
     if s is None or t is None:
         return None, None
     rows, columns = np.arange(s, dtype=np.int32), np.arange(t, dtype=np.int32)

@@ -182,6 +182,9 @@ class _Peeled(NamedTuple):
 
 
 def _peel(steps: list[Step]) -> _Peeled:
+    # For where(keep, tanh(score) + alibi, -inf), the steps are tanh, add and select.
+    # The last two can be a mask and a bias: what is left is the step tanh, the term
+    # +alibi, and the condition that `keep` is True.
     peeled = _Peeled(_needed(steps), [], [])
     while peeled.steps:
         mode, arguments = peeled.steps[-1]

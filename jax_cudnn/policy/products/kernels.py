@@ -234,6 +234,8 @@ def preference(part: Graph, target: Target | None, tables: Tables) -> str:
                 wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
     if not wanted:
         return ""
+    # Such as {"preferred": [{"first_engine": 28, "wanted": [{"engine": 71}]}]}: where
+    # cuDNN lists a plan of engine 28 first, a plan of engine 71 is tried before it.
     preferred = [
         {"first_engine": engine, "wanted": each}
         for engine, each in sorted(wanted.items())

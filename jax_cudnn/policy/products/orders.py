@@ -24,7 +24,7 @@ from jax_cudnn.policy.tables import Tables
 def in_order(part: Graph, rewrites: Sequence[Rewrite], tables: Tables) -> list[Rewrite]:
     """Return the rewrites of a part in order, without those not worth trying.
 
-    Ways of a part that no table puts in order stay as they are.
+    Rewrites that no table puts in order stay as they are.
     """
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
         names = tables.order("grouped products", GroupedProduct(part))
