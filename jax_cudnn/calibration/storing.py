@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what was measured, as a table of the policy, beside the plan cache."""
+"""Stores measurements as a policy table in the folder of the plan cache."""
 
 import datetime
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling as cuDNN takes it; axis letters and roles as in graph/pooling.py.
+"""Rewrites pooling for cuDNN; axis letters and roles as in graph/pooling.py.
 
 One spatial axis becomes two, the first of size 1. Arrays are transposed to
 channels-last. Padding that cuts is done on the array. Where cuDNN would be wrong, bf16

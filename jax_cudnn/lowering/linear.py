@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A derivative whose transpose is given, not derived, under JAX's transformations.
+"""Gives functions a gradient of their own that composes with JAX's transformations.
 
 For functions of several graphs and collectives. Forward mode evaluates the derivative,
 reverse mode the transpose. JAX's own ``linear_call`` has no vmap and no second order.

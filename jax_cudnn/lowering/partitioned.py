@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's graph in a program for several devices: XLA's partitioner divides it.
+"""Has XLA's partitioner divide a kernel's graph in a program for several devices.
 
 The lowering emits one custom call for each kernel, on arrays of full size, with a
 sharding rule that names the factors of their axes. While XLA compiles, it propagates

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both modes of differentiation for attention whose gradient is written by hand.
+"""Differentiates attention over devices, in both modes, by gradients of its own.
 
 Reverse mode runs the hand-written gradient, which keeps nothing but a device's own
 operands and results. Forward mode differentiates the forward pass. Second order

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how fast cuDNN's first plan is for a kernel, from those most like it.
+"""Estimates how fast cuDNN's first plan is for a kernel, from similar kernels' times.
 
 A kernel is like a product of (rows, depth) and (depth, columns). It has a class, which
 says what else matters (kernels.py). The distance of two kernels is that of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of what was measured on this machine's GPUs, in the cache folder.
+"""Finds and reads the calibration files of this machine's GPUs in the cache folder.
 
 ``plans.calibrate`` writes a file for each GPU and version of cuDNN. It is a table for
 the policy (tables.py), with the measured rows from which its entries were derived.

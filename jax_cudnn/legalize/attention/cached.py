@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a cache as cuDNN takes it; roles and letters as in node_kinds.json.
+"""Rewrites attention over a cache for cuDNN; roles and letters as in node_kinds.json.
 
 The cache is never copied: what would need that is left to XLA. Around the kernel,
 

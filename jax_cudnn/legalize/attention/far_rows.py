@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of attention rows whose log-sum-exp is far from 0, beside the kernel.
+"""Computes by XLA the gradient of attention rows whose log-sum-exp is far from 0.
 
 Kernels compute probabilities again as exp(score - stats) in f32. A row whose bias is
 -1e9 for every key, as padding has it, has stats of -1e9: f32 has no digits left there

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as cuDNN takes it; axis letters and roles as in graph/attention/sdpa.py.
+"""Rewrites attention for cuDNN; axis letters and roles as in graph/attention/sdpa.py.
 
 What cuDNN's attention lacks is added around it by passes: legalize/attention/passes.py
 has their order. Before these, one array of queries, keys and values is taken apart,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of groups of channels as layer norms; letters as in node_kinds.json.
+"""Rewrites group norms as layer norms; letters as in node_kinds.json.
 
 cuDNN normalises single channels (instance norm), or rows. The channels of a group at
 all positions are a row of a layer norm, once they are stored next to each other. Its

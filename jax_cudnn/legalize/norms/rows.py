@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms as cuDNN takes them: with scale, bias and all statistics; roles as there.
+"""Rewrites norms for cuDNN, which has scale, bias and all statistics or none.
 
 cuDNN's norms have no form without scale and bias, and give all statistics or none; the
 gradients give all of theirs. They take no cotangent of the statistics: what it adds to

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolutions as cuDNN takes them; letters and roles as in the table.
+"""Rewrites causal convolutions for cuDNN; letters and roles as in node_kinds.json.
 
 There are two ways. cuDNN's functions have a bias always, some numbers of taps, and give
 all gradients, those of weights and bias in the dtype of the sums. They are in no graph

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions as cuDNN takes them; letters and roles as in graph/products/conv.py.
+"""Rewrites convolutions for cuDNN; letters and roles as in graph/products/conv.py.
 
 What cuDNN's convolutions lack is added around them:
 

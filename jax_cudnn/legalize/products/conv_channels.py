@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of few channels, as ones of more: the first layers of networks.
+"""Rewrites convolutions of few channels as ones of more: the first layers of networks.
 
 cuDNN's engines load 8 channels or more at once. Of images of fewer, such as 3, they
 read zeros for the most part, which are written out for them. These images are written

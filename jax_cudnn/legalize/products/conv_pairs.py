@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of filters of 24 to 32 channels, of two neighbouring places at once.
+"""Rewrites filter gradients of 24 to 32 channels: two neighbouring places are one.
 
 A tile of cuDNN's kernels has at least 64 columns, and 32 channels leave half of it
 empty. Two places along the last axis are taken as one with twice the channels, of x

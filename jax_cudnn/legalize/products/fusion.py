@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contraction with what surrounds it as cuDNN takes it, or why it does not."""
+"""Rewrites a contraction with its prologue and epilogue for cuDNN, or says why not."""
 
 import math
 from collections.abc import Callable, Sequence

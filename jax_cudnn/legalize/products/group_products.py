@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls by the sizes of their groups; axis letters and roles as in the table.
+"""Rewrites grouped matmuls for launches that read the sizes of the groups.
 
 One rewrite has cuBLASLt multiply all groups in one launch, with the sizes on the device
 (ffi/blas/blas_engines.h); its handler sets rows in no group to 0. The other is one of

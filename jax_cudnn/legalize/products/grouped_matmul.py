@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls as cuDNN takes them; axis letters and roles as in the table.
+"""Rewrites grouped matmuls for cuDNN; axis letters and roles as in node_kinds.json.
 
 cuDNN gets where each group starts. Its last group reaches to the end, so rows that are
 in no group are set to 0 after the kernel. A single group is a matmul. The gradient of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls as cuDNN takes them: rows padded to full loads, operands completed."""
+"""Rewrites matmuls for cuDNN: rows padded to full loads, operands completed."""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise nodes that cuDNN plans and does not compute well, written as others.
+"""Rewrites pointwise nodes that cuDNN computes wrongly or inaccurately.
 
 All of it was found on an H200 or an H100 with cuDNN 9.19
 (tests/products/gpu/test_launch_matrix.py and tests/products/gpu/test_fusion_numerics.py
