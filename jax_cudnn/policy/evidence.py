@@ -93,6 +93,4 @@ def described(kernel: Kernel, verdict: Verdict) -> str:
 def source(verdict: Verdict, tables: Tables, target: Target | None) -> str:
     """Say which tables the kernels are from that judged."""
     counts = Counter(tables.tables[place].source(target) for place in verdict.tables)
-    return ", ".join(
-        f"{count} kernels {table}" for table, count in counts.items()
-    )
+    return ", ".join(f"{count} kernels {table}" for table, count in counts.items())
