@@ -196,6 +196,8 @@ def decide_part(
     measured = None
     if target is not None:
         measured = choices.chosen(part, target, request, trial)
+    # What was measured decides first. A contender that is not there any more leaves the
+    # part to the fastest of the others.
     if gpu is not None and measured is not None and measured.is_contenders:
         if (step := _contended(part, measured, gpu, options)) is not None:
             return step
@@ -217,6 +219,9 @@ def decide_part(
         step = _pinned(part, legalization, measured, gpu, options)
         if step is not None or not has_contraction:
             return step or PartDecision(part=part)
+    # Nothing was measured, or what was is not there: rewrites are tried in order. If
+    # the first has no plan and the second would get a slow engine, the third one runs
+    # the part, and `attempts` has the first two, for `plans.explain` to show.
     attempts: list[Attempt] = []
     by: list[str] = []
     if legalization.reasons:

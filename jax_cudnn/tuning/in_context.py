@@ -115,6 +115,11 @@ def settle(
       NotRunError: the program does not run with the kernels' winners.
     """
     start = time.monotonic()
+    # For example, cuDNN won convolutions and norms alone. The program takes 100 us with
+    # these winners, which is also "cudnn", 104 untuned and 98 by XLA, which fuses norms
+    # with what is around them. From that, convolutions change back to cuDNN, which
+    # takes 95 us, and norms, which takes 99. So XLA keeps the norms. All are timed once
+    # more, in turns.
     contest = _Contest(programs, found, runs, say)
     named: dict[str, Chosen] = {
         "kernels": dict(found),
