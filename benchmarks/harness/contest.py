@@ -29,7 +29,7 @@ from jax_cudnn import choices, plans
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.tuning.stopwatch import compile_over_sets
 
-FORWARD, BOTH = "forward", "with gradients"
+FORWARD, BOTH, LOSS = "forward", "with gradients", "of a loss"
 
 XLA, UNTUNED, FIRST, TUNED = "xla", "untuned", "cudnn", "tuned"
 EAGER, COMPILED = "torch eager", "torch compiled"
@@ -85,14 +85,16 @@ class Cell:
     Attributes:
       operation: what it is, and ``size``, of what size.
       operands: random ones, or the numbers themselves.
-      rivals: what runs without us, and "xla" among it.
+      rivals: what runs without us; the first one says what the results are.
       ours: returns the function of jax_cudnn, a new one at each call, so that nothing
         that was traced before is remembered. None: there is none.
       by_xla: the same as XLA's code, or None where that is the rival "xla".
       first: the same with cuDNN's first plan, or None.
       torch: PyTorch's function, which takes tensors, or None.
-      truth: what computes the same in f32, by default as "xla" does.
+      truth: what computes the same in f32, by default as the first rival does.
       has_gradients: whether they are a workload as well.
+      has_loss: whether those of the sum of the results' squares are one, too. Of this
+        loss, XLA sees how cotangents depend on results.
       has_products: whether XLA chooses among kernels for it, which it times while it
         compiles: nothing else runs meanwhile.
       bounds: the largest relative errors of results and gradients of what is ours.
@@ -111,6 +113,7 @@ class Cell:
     torch: Way | None = None
     truth: Function | None = None
     has_gradients: bool = True
+    has_loss: bool = False
     has_products: bool = False
     bounds: tuple[float, float] | None = None
     goals: Mapping[str, Mapping[str, float]] = dataclasses.field(
@@ -120,7 +123,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The workload in one line."""
-        return f"{self.operation} {self.size}"
+        return f"{self.operation} {self.size}".strip()
 
     def __str__(self) -> str:
         return self.name
@@ -128,7 +131,12 @@ class Cell:
     @property
     def directions(self) -> tuple[str, ...]:
         """What of it is timed."""
-        return (FORWARD, BOTH) if self.has_gradients else (FORWARD,)
+        return (FORWARD, BOTH, LOSS)[: 1 + self.has_gradients + self.has_loss]
+
+    @property
+    def plain(self) -> Function:
+        """The function of the first rival."""
+        return next(iter(self.rivals.values())).function
 
     def limits(self, what: str) -> Mapping[str, float]:
         """Return what contenders may take at most, relative to the best rival."""
@@ -171,9 +179,8 @@ class _Made:
 
 
 def _outputs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
-    way = cell.rivals[XLA]
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
-    return jax.tree.leaves(jax.eval_shape(way.function, *like))
+    return jax.tree.leaves(jax.eval_shape(cell.plain, *like))
 
 
 def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
@@ -190,7 +197,13 @@ def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
 
 
 def program(function: Function, what: str) -> Callable[..., _Pair]:
-    """Return a function of operands and cotangents: results, and all gradients."""
+    """Return a function of operands and cotangents: results, and all gradients.
+
+    Those of a loss take no cotangents.
+    """
+    if what == LOSS:
+        of_loss = program(lambda *operands: _squares(function(*operands)), BOTH)
+        return lambda operands, _: of_loss(operands, [jnp.ones(())])
 
     def run(operands: Sequence[Any], cotangents: Sequence[Any]) -> _Pair:
         if what == FORWARD:
@@ -211,6 +224,11 @@ def program(function: Function, what: str) -> Callable[..., _Pair]:
     return run
 
 
+def _squares(results: Any) -> jax.Array:
+    each = [jnp.sum(jnp.square(_wide(x))) for x in jax.tree.leaves(results)]
+    return jnp.sum(jnp.stack(each))
+
+
 def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
     entered: list[Any] = [(way.enter(x), way.cotangents(grads)) for x, grads in sets]
     compiled = compile_over_sets(program(way.function, what), entered)
@@ -228,15 +246,14 @@ def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
     )
 
 
-def _truth(cell: Cell, first: _Set) -> Callable[[], _Pair]:
+def _truth(cell: Cell, what: str, first: _Set) -> Callable[[], _Pair]:
     """Return what computes XLA's results from the same numbers in f32, compiled.
 
     XLA multiplies in TF32, which holds all bf16 operands exactly.
     """
 
     def in_f32(operands: list[Any], cotangents: list[Any]) -> _Pair:
-        function = cell.truth or cell.rivals[XLA].function
-        run = program(function, cell.directions[-1])
+        run = program(cell.truth or cell.plain, what)
         return run(list(map(_wide, operands)), list(map(_wide, cotangents)))
 
     compiled = jax.jit(in_f32).lower(*first).compile()
@@ -289,12 +306,14 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
 # --- correctness ----------------------------------------------------------------------
 
 
-def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
+def _check(cell: Cell, what: str, name: str, made: _Made, want: _Pair) -> list[float]:
     """Return the largest relative errors of results and of gradients, if there are."""
     found = made.results()
+    if what == LOSS:
+        found, want = _joined(found), _joined(want)
     bounds = (cell.bounds or OWN_BOUNDS) if name in OURS else RIVALS_BOUNDS
     errors: list[float] = []
-    for what, arrays, truth, bound in zip(
+    for of, arrays, truth, bound in zip(
         ("results", "gradients"), found, want, bounds, strict=True
     ):
         if not arrays:
@@ -303,9 +322,19 @@ def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
         # Written so that a NaN fails.
         if not all(error <= bound for error in each):
             told = ", ".join(f"{error:.1e}" for error in each)
-            raise WrongError(f"{what} are wrong by {told}, which exceeds {bound}")
+            raise WrongError(f"{of} are wrong by {told}, which exceeds {bound}")
         errors.append(float(f"{max(each):.2e}"))
     return errors
+
+
+def _joined(pair: _Pair) -> _Pair:
+    """Return the gradients of a loss as one array.
+
+    One of them alone may be rounding: the squares of what a batch norm gives have the
+    same sum for all x.
+    """
+    results, gradients = pair
+    return results, [jnp.concatenate([jnp.ravel(_wide(x)) for x in gradients])]
 
 
 # --- one cell -------------------------------------------------------------------------
@@ -326,10 +355,13 @@ def measure(
     sets = _drawn_sets(cell, settings.most_sets)
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting = _submitted(pool, cell.directions, _ways(cell, settings), sets)
-        truth = pool.submit(_truth, cell, sets[0])
+        # Results are the same with and without gradients.
+        truths = {
+            what: pool.submit(_truth, cell, what, sets[0])
+            for what in cell.directions[1:] or (FORWARD,)
+        }
         if cell.has_products:
-            wait(waiting.values())
-            wait([truth])
+            wait([*waiting.values(), *truths.values()])
         # PyTorch compiles here while JAX does so in other threads.
         field: _Field = {
             (what, name): _attempt(name, _of_torch, cell.torch, name, what, sets)
@@ -338,14 +370,15 @@ def measure(
             if settings.with_torch and cell.torch is not None
         }
         field |= _collected(waiting)
-        compiled_truth = truth.result()
+        compiled_truths = {what: each.result() for what, each in truths.items()}
         if settings.with_tuning and cell.ours is not None:
             field |= _tuned(pool, cell, settings, sets)
-    want = compiled_truth()
+    want = {what: run() for what, run in compiled_truths.items()}
     rows: list[dict[str, Any]] = []
     for what in cell.directions:
         made = {name: each for (w, name), each in field.items() if w == what}
-        rows += _timed(cell, what, made, want, settings)
+        truth = want[what] if what in want else want[BOTH]
+        rows += _timed(cell, what, made, truth, settings)
     return rows
 
 
@@ -419,7 +452,7 @@ def _timed(
         if isinstance(each, str):
             failures[name] = each
             continue
-        checked = _attempt(name, _check, cell, name, each, want)
+        checked = _attempt(name, _check, cell, what, name, each, want)
         if isinstance(checked, str):
             failures[name] = checked
             continue

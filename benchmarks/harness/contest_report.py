@@ -31,11 +31,15 @@ from jax_cudnn.choices import Choice, Key
 
 Rows = list[dict[str, Any]]
 
+_SMALL: dict[str, Any] = {"rounds": 2, "round_ms": 1.0, "most_sets": 2}
 
-def main(doc: str | None, page: Page, cells: Callable[..., Sequence[Cell]]) -> None:
+
+def main(
+    doc: str | None, page: Page, cells: Callable[..., Sequence[Cell]], **more: Any
+) -> None:
     """Run cells, which are given whether they are to be ``small``, as options say."""
     options = parser(doc).parse_args()
-    run(page, cells(small=options.small), options)
+    run(page, cells(small=options.small), options, **more)
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -49,21 +53,18 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def run(
-    page: Page,
-    cells: Sequence[Cell],
-    options: argparse.Namespace,
-    *,
-    with_first: bool = True,
+    page: Page, cells: Sequence[Cell], options: argparse.Namespace, **more: Any
 ) -> None:
     """Measure the cells that are asked for, and write the report after each.
 
-    Exits with an error if a contender of ours failed or was wrong.
+    ``more`` has settings that the options do not have. Exits with an error if a
+    contender of ours failed or was wrong.
     """
     wanted = program.chosen(cells, options)
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
-    chosen = settings(options, with_first=with_first)
+    chosen = settings(options, **more)
     untuned = shipped()
     rows_of_all = Table(
         folder=options.out,
@@ -102,8 +103,7 @@ def settings(options: argparse.Namespace, **more: Any) -> Settings:
     return Settings(
         with_torch=with_torch,
         with_tuning=has_gpu and not options.no_tuning,
-        **more,
-        **({"rounds": 2, "round_ms": 1.0, "most_sets": 2} if options.small else {}),
+        **{**more, **(_SMALL if options.small else {})},
     )
 
 
@@ -218,5 +218,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         facts += ["", "", f"failed: {told}", ""]
     else:
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
-        facts += [FINE_RANGE.format_map(row), f"{max(row['errors']):.1e}"]
+        facts += [FINE_RANGE.format_map(row)]
+        # Those that were measured before their results were compared have none.
+        facts += [f"{max(row['errors']):.1e}" if "errors" in row else ""]
     return [*facts, verdict(row)]

@@ -380,6 +380,16 @@ ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
 """
 
 
+def _check_types(name: str, ours: Any, cell: Any) -> None:
+    """Check that ours and all rivals give results of the same shapes and dtypes."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
+    functions = [ours, *(each.function for each in cell.rivals.values())]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        results = [jax.tree.leaves(jax.eval_shape(f, *types)) for f in functions]
+    first, *others = ([(x.shape, x.dtype) for x in each] for each in results)
+    assert all(each == first for each in others), name
+
+
 def test_bytes_of_a_program() -> None:
     code = importlib.import_module("benchmarks.xla.xla_code")
     assert code.kernels(_PROGRAM) == [
@@ -392,20 +402,14 @@ def test_bytes_of_a_program() -> None:
     ]
 
 
-def test_workloads_whose_bytes_are_counted_have_the_same_shapes() -> None:
+def test_cells_whose_bytes_are_counted_have_the_same_shapes() -> None:
     """So they are all made, which needs no compiler for a GPU."""
     pytest.importorskip("flax", reason="flax is not installed")
     code = importlib.import_module("benchmarks.xla.xla_code")
-    found = code.workloads()
+    found = code.cells()
     assert len(found) > 60
-    for work in found:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            results = [
-                jax.tree.leaves(jax.eval_shape(function, *work.operands))
-                for function in (work.ours, *work.plain)
-            ]
-        first, *others = ([x.shape for x in each] for each in results)
-        assert all(each == first for each in others), work.name
+    for cell in found:
+        _check_types(cell.name, cell.ours(), cell)
 
 
 def test_pages_are_what_programs_print_of_their_data() -> None:
@@ -480,43 +484,87 @@ def test_xla_forms_are_timed_beside_plain_jax(tmp_path: Path) -> None:
         "benchmarks.xla_forms", "--small", "--only", only, "--out", str(tmp_path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads((tmp_path / "xla_forms.json").read_text())
-    norm, product = data["rows"]
-    ways = {"forward", "with gradients"}
-    assert norm.keys() - {"operation", "size"} == {*ways, "of a loss"}
-    assert product.keys() - {"operation", "size"} == ways
-    assert all(norm[way]["ratio"] > 0 < product[way]["us"] for way in ways)
-    page = (tmp_path / "xla_forms.md").read_text()
-    assert "| layer_norm | 5 x 40 |" in page
-
-    norm["forward"] |= {"us": 4.5, "plain_us": 3.0, "ratio": 1.5, "plain": "jnp.var"}
-    norm["forward"] |= {"ratio_low": 1.4, "ratio_high": 1.75}
-    for way, row in (
-        ("with gradients", norm),
-        ("of a loss", norm),
-        ("forward", product),
-    ):
-        row[way]["ratio"] = 1.0
-    product["with gradients"]["ratio"] = 1.05
-    page = importlib.import_module("benchmarks.xla.xla_forms").markdown(data)
-    assert "Of 5 programs, 1 take more than 1.05 of the time of plain JAX." in page
-    told = "layer_norm 5 x 40, forward: 1.50 (1.40-1.75) of jnp.var, which takes 3.0 µs"
-    assert f"\n- {told}\n" in page
-    assert "| layer_norm | 5 x 40 | 4.5 | 1.50 |" in page
+    rows = json.loads((tmp_path / "xla_forms.json").read_text())["rows"]
+    forms = ["means of x and its square", "jnp.var", "jax_cudnn by xla"]
+    ways = ["forward", "with gradients"]
+    assert [(row["operation"], row["what"], row["contender"]) for row in rows] == [
+        *(
+            ("layer_norm", what, form)
+            for what in (*ways, "of a loss")
+            for form in forms
+        ),
+        *(
+            ("ragged_dot, 4 groups", what, form)
+            for what in ways
+            for form in ("lax.ragged_dot", "jax_cudnn by xla")
+        ),
+    ]
+    goals = [row["goal"] for row in rows if row["contender"] == "jax_cudnn by xla"]
+    assert goals == [1.05] * 5
+    # Of a loss, the result is a number, and the gradients are its own.
+    loss, *_ = (row for row in rows if row["what"] == "of a loss")
+    assert len(loss["errors"]) == 2
 
 
 def test_xla_forms_have_the_results_of_plain_jax() -> None:
-    cells = importlib.import_module("benchmarks.xla.xla_form_cells")
-    names = list(map(str, cells.workloads(small=False)))
+    cells = importlib.import_module("benchmarks.xla.xla_form_cells").cells(small=False)
+    names = [cell.name for cell in cells]
     assert len({*names}) == len(names) > 40
-    for work in cells.workloads(small=False):
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.operands]
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            first, *others = (
-                [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(f, *types))]
-                for f in (work.ours, *work.plain.values())
-            )
-        assert all(each == first for each in others), str(work)
+    for cell in cells:
+        _check_types(cell.name, cell.by_xla, cell)
+
+
+def test_a_wrong_gradient_of_a_loss_fails() -> None:
+    from benchmarks.harness import contest
+
+    @jax.custom_vjp
+    def wrong(x: Any) -> Any:
+        return jnp.sin(x)
+
+    wrong.defvjp(lambda x: (jnp.sin(x), x), lambda x, grad: (2 * jnp.cos(x) * grad,))
+    cell = contest.Cell(
+        operation="sine",
+        size="5 x 7",
+        operands=(contest.Operand((5, 7), dtype="float32"),),
+        rivals={"plain": contest.Way(function=jnp.sin)},
+        ours=None,
+        by_xla=wrong,
+        has_loss=True,
+    )
+    settings = contest.Settings(
+        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
+    )
+    rows = contest.measure(cell, settings, {})
+    found = {(row["what"], row["contender"]): row for row in rows}
+    assert len(found) == len(rows) == 6
+    for what in ("with gradients", "of a loss"):
+        told = found[what, "jax_cudnn by xla"]["failure"]
+        assert told.startswith("WrongError: gradients are wrong by 1.0e+00"), told
+        assert found[what, "plain"]["errors"] == [0.0, 0.0]
+    assert "failure" not in found["forward", "jax_cudnn by xla"]
+
+
+def test_gradients_of_a_loss_that_are_rounding_alone_do_not_count() -> None:
+    """The sum of the squares of what is normed is the same for all x."""
+    from benchmarks.harness import contest
+
+    def normed(x: Any, scale: Any) -> Any:
+        return jax.nn.standardize(x, 0) * scale[None]
+
+    cell = contest.Cell(
+        operation="norm",
+        size="50 x 7",
+        operands=(contest.Operand((50, 7)), contest.Operand((7,))),
+        rivals={"plain": contest.Way(function=normed)},
+        ours=None,
+        has_loss=True,
+    )
+    settings = contest.Settings(
+        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
+    )
+    *_, row = contest.measure(cell, settings, {})
+    assert row["what"] == "of a loss"
+    assert max(row["errors"]) < 0.03
 
 
 @pytest.mark.thorough
