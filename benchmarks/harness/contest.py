@@ -361,7 +361,8 @@ def measure(
             for what in cell.directions[1:] or (FORWARD,)
         }
         if cell.has_products:
-            wait([*waiting.values(), *truths.values()])
+            wait(waiting.values())
+            wait(truths.values())
         # PyTorch compiles here while JAX does so in other threads.
         field: _Field = {
             (what, name): _attempt(name, _of_torch, cell.torch, name, what, sets)

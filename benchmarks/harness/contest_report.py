@@ -218,7 +218,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         facts += ["", "", f"failed: {told}", ""]
     else:
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
-        facts += [FINE_RANGE.format_map(row)]
-        # Those that were measured before their results were compared have none.
+        # Records of programs that were no contests yet may lack these.
+        facts += [FINE_RANGE.format_map(row) if "ratio_low" in row else ""]
         facts += [f"{max(row['errors']):.1e}" if "errors" in row else ""]
     return [*facts, verdict(row)]
