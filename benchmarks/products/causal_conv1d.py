@@ -143,9 +143,9 @@ def _shifted(work: _Workload, x: Any, w: Any, bias: Any) -> jax.Array:
 def _about() -> Iterator[str]:
     yield "`cudnn` is cuDNN's function, and `jax_cudnn by xla` XLA's code for it, with"
     yield "bias and silu. `jax_cudnn.conv` is the same as a depthwise convolution. In"
-    yield "plain JAX, it is `jax.lax.conv_general_dilated`, or a sum of shifted products."
-    yield "Sizes are batch x steps x channels. The least is the time of two arrays of x's"
-    yield "size forward, and of five with all gradients, at 3.0 TB/s:"
+    yield "plain JAX it is `jax.lax.conv_general_dilated`, or a sum of shifted"
+    yield "products. Sizes are batch x steps x channels. The least is the time of two"
+    yield "arrays of x's size forward, and of five with all gradients, at 3.0 TB/s:"
     yield ""
     for work in _WORKLOADS:
         forward, both = (f"{work.least_us(what):.1f}" for what in _ARRAYS)
