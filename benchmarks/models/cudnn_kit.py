@@ -28,12 +28,12 @@ class CudnnKit(PlainKit):
 
     name = "jax_cudnn"
 
-    gated = staticmethod(jax_cudnn.gated_matmul)
-    attention = staticmethod(jax_cudnn.sdpa)
-    layer_norm = staticmethod(jax_cudnn.layer_norm)
-    group_norm = staticmethod(jax_cudnn.group_norm)
-    rms_norm = staticmethod(jax_cudnn.rms_norm)
-    batch_norm = staticmethod(jax_cudnn.batch_norm)
+    gated: Any = staticmethod(jax_cudnn.gated_matmul)
+    attention: Any = staticmethod(jax_cudnn.sdpa)
+    layer_norm: Any = staticmethod(jax_cudnn.layer_norm)
+    group_norm: Any = staticmethod(jax_cudnn.group_norm)
+    rms_norm: Any = staticmethod(jax_cudnn.rms_norm)
+    batch_norm: Any = staticmethod(jax_cudnn.batch_norm)
 
     def dense(self, x: Any, w: Any, b: Any = None, **more: Any) -> jax.Array:
         return jax_cudnn.matmul(x, w, bias=b, **more)
