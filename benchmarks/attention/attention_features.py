@@ -154,7 +154,8 @@ def torch_contenders(
     attends: dict[str, Callable[[], Any]] = {}
     if work.torch is not None:
         names = ["torch cudnn", "torch flash", *(["torch efficient"] if bias else [])]
-        attends |= torch_kernels(names, q, k, v, *bias, **work.torch, **grouped)
+        kernels = torch_kernels(names, **work.torch, **grouped)
+        attends |= {x: functools.partial(y, q, k, v, *bias) for x, y in kernels.items()}
     varlen = torch_side.installed("torch.nn.attention.varlen")
     if work.varlen is not None and varlen is not None:
         attends["torch varlen"] = functools.partial(

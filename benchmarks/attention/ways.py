@@ -70,12 +70,12 @@ def contenders(made: Mapping[str, Program]) -> dict[str, Contender]:
 
 
 def torch_kernels(
-    names: Sequence[str], *tensors: Any, **options: Any
-) -> dict[str, Callable[[], Any]]:
+    names: Sequence[str], **options: Any
+) -> dict[str, Callable[..., Any]]:
     """Return PyTorch's attention by each of the kernels of these names."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def attend(backend: Any) -> Any:
+    def attend(backend: Any, *tensors: Any) -> Any:
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
 

@@ -10,7 +10,6 @@ which together are too large for the GPU's cache.
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import torch_side
-from benchmarks.harness.checks import WrongError, relative_errors
+from benchmarks.harness.checks import attempt, compared
 from benchmarks.harness.operands import Operand, as_operand, bytes_of, drawn_sets
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.harness.torch_side import torch
@@ -68,7 +67,8 @@ class Way:
 
     ``function`` takes what ``enter`` makes of the operands, and returns an array or a
     tuple of them. ``cotangents`` brings those of the cell into its layout; ``outputs``
-    and ``gradients`` bring back what it computed.
+    and ``gradients`` bring back what it computed. One that computes something else, as
+    fast, is not ``is_checked``.
     """
 
     function: Function
@@ -76,6 +76,7 @@ class Way:
     cotangents: Rearrange = list
     outputs: Rearrange = list
     gradients: Rearrange = list
+    is_checked: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ class Cell:
         that was traced before is remembered. None: there is none.
       by_xla: the same as XLA's code, or None where that is the rival "xla".
       first: the same with cuDNN's first plan, or None.
-      torch: PyTorch's function, which takes tensors, or None.
+      torch: PyTorch's function, which takes tensors and is also compiled, or several by
+        name, each as it is, or None.
       truth: what computes the same in f32, by default as the first rival does.
       has_gradients: whether they are a workload as well.
       has_loss: whether those of the sum of the results' squares are one, too. Of this
@@ -101,6 +103,7 @@ class Cell:
         Default: `OWN_BOUNDS`.
       goals: for a direction, what a contender may take at most, relative to the best
         rival. Default: `GOALS`.
+      baseline: the rival to which all times are relative. Default: the fastest one.
     """
 
     operation: str
@@ -110,7 +113,7 @@ class Cell:
     ours: Callable[[], Function] | None
     by_xla: Function | None = None
     first: Function | None = None
-    torch: Way | None = None
+    torch: Way | Mapping[str, Way] | None = None
     truth: Function | None = None
     has_gradients: bool = True
     has_loss: bool = False
@@ -119,6 +122,7 @@ class Cell:
     goals: Mapping[str, Mapping[str, float]] = dataclasses.field(
         default_factory=lambda: {}
     )
+    baseline: str = ""
 
     @property
     def name(self) -> str:
@@ -173,6 +177,7 @@ class _Made:
 
     contender: Contender
     results: Callable[[], _Pair]
+    is_checked: bool
 
 
 # --- operands -------------------------------------------------------------------------
@@ -243,6 +248,7 @@ def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
     return _Made(
         contender=Contender(call=call, wait=jax.block_until_ready, count=len(entered)),
         results=results,
+        is_checked=way.is_checked,
     )
 
 
@@ -298,7 +304,11 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
         outputs, gradients = ([torch_side.to_jax(x) for x in each] for each in found)
         return outputs, gradients
 
-    made = _Made(contender=torch_side.contender(call, len(moved)), results=results)
+    made = _Made(
+        contender=torch_side.contender(call, len(moved)),
+        results=results,
+        is_checked=way.is_checked,
+    )
     made.contender.wait(made.contender.call())
     return made
 
@@ -308,23 +318,13 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
 
 def _check(cell: Cell, what: str, name: str, made: _Made, want: _Pair) -> list[float]:
     """Return the largest relative errors of results and of gradients, if there are."""
+    if not made.is_checked:
+        return []
     found = made.results()
     if what == LOSS:
         found, want = _joined(found), _joined(want)
     bounds = (cell.bounds or OWN_BOUNDS) if name in OURS else RIVALS_BOUNDS
-    errors: list[float] = []
-    for of, arrays, truth, bound in zip(
-        ("results", "gradients"), found, want, bounds, strict=True
-    ):
-        if not arrays:
-            continue
-        each = [float(x) for x in relative_errors(arrays, truth)]
-        # Written so that a NaN fails.
-        if not all(error <= bound for error in each):
-            told = ", ".join(f"{error:.1e}" for error in each)
-            raise WrongError(f"{of} are wrong by {told}, which exceeds {bound}")
-        errors.append(float(f"{max(each):.2e}"))
-    return errors
+    return compared(found, want, bounds)
 
 
 def _joined(pair: _Pair) -> _Pair:
@@ -365,10 +365,9 @@ def measure(
             wait(truths.values())
         # PyTorch compiles here while JAX does so in other threads.
         field: _Field = {
-            (what, name): _attempt(name, _of_torch, cell.torch, name, what, sets)
+            (what, name): attempt(name, _of_torch, way, name, what, sets)
             for what in cell.directions
-            for name in (EAGER, COMPILED)[: 1 + settings.with_compiled]
-            if settings.with_torch and cell.torch is not None
+            for name, way in _torch_ways(cell, settings).items()
         }
         field |= _collected(waiting)
         compiled_truths = {what: each.result() for what, each in truths.items()}
@@ -395,6 +394,12 @@ def _ways(cell: Cell, settings: Settings) -> dict[str, Way]:
     return ways
 
 
+def _torch_ways(cell: Cell, settings: Settings) -> Mapping[str, Way]:
+    names = (EAGER, COMPILED)[: 1 + settings.with_compiled]
+    of = cell.torch if settings.with_torch else None
+    return dict.fromkeys(names, of) if isinstance(of, Way) else of or {}
+
+
 def _submitted(
     pool: ThreadPoolExecutor,
     directions: Sequence[str],
@@ -409,7 +414,7 @@ def _submitted(
 
 
 def _collected(waiting: Mapping[tuple[str, str], Future[_Made]]) -> _Field:
-    return {key: _attempt(key[1], future.result) for key, future in waiting.items()}
+    return {key: attempt(key[1], future.result) for key, future in waiting.items()}
 
 
 def _tuned(
@@ -423,7 +428,7 @@ def _tuned(
     field: _Field = {}
     for what in cell.directions:
         function = program(cell.ours(), what)
-        found = _attempt(
+        found = attempt(
             TUNED,
             lambda function=function: plans.autotune(
                 function, *sets[0], max_plans=settings.max_plans, progress=False
@@ -453,7 +458,7 @@ def _timed(
         if isinstance(each, str):
             failures[name] = each
             continue
-        checked = _attempt(name, _check, cell, what, name, each, want)
+        checked = attempt(name, _check, cell, what, name, each, want)
         if isinstance(checked, str):
             failures[name] = checked
             continue
@@ -461,6 +466,7 @@ def _timed(
         contenders[name] = each.contender
     others = (*OURS, EAGER, COMPILED) if settings.is_beside_jax else OURS
     rivals = [name for name in contenders if name not in others]
+    rivals = [name for name in rivals if cell.baseline in ("", name)]
     if not rivals:
         raise RuntimeError(f"no rival ran {what}: {failures}")
     times = alternate(
@@ -489,25 +495,6 @@ def _timed(
 
 def _in_order(cell: Cell, names: Mapping[str, Any]) -> Iterator[str]:
     """Yield XLA and what else there is of JAX, PyTorch, and what is ours at the end."""
-    order = (*cell.rivals, EAGER, COMPILED, *OURS)
+    of_torch = cell.torch if isinstance(cell.torch, Mapping) else (EAGER, COMPILED)
+    order = (*cell.rivals, *of_torch, *OURS)
     yield from sorted(names, key=order.index)
-
-
-def _attempt(name: str, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what is made, or in words why it cannot be."""
-    try:
-        return make(*arguments)
-    except Exception as error:
-        traceback.print_exception(error, limit=-3)
-        told = reason(error)
-        print(f"  {name} failed: {told}", flush=True)
-        return told
-
-
-def reason(error: BaseException) -> str:
-    """Return what went wrong, in a line."""
-    parts = [error]
-    if isinstance(error, BaseExceptionGroup):
-        parts += error.exceptions
-    lines = (f"{type(x).__name__}: {x}".strip().splitlines()[0] for x in parts)
-    return "; ".join(lines)[:300]

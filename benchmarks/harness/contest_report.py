@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import program, torch_side
+from benchmarks.harness.checks import reason
 from benchmarks.harness.contest import (
     OURS,
     OWN_BOUNDS,
@@ -20,7 +21,6 @@ from benchmarks.harness.contest import (
     Cell,
     Settings,
     measure,
-    reason,
 )
 from benchmarks.harness.page import FINE_RANGE, FINELY_RANGED, Data, Page, gpu_of, table
 from benchmarks.harness.records import Table
