@@ -220,5 +220,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
         # Records of programs that were no contests yet may lack these.
         facts += [FINE_RANGE.format_map(row) if "ratio_low" in row else ""]
-        facts += [f"{max(row['errors']):.1e}" if "errors" in row else ""]
+        facts += [f"{max(row['errors']):.1e}" if row.get("errors") else ""]
     return [*facts, verdict(row)]

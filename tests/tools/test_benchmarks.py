@@ -4,6 +4,7 @@
 Benchmarks run on a GPU, so nothing else here says that what they import is still there.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -515,6 +516,61 @@ def test_a_wrong_gradient_of_a_loss_fails() -> None:
         assert told.startswith("WrongError: gradients are wrong by 1.0e+00"), told
         assert found[what, "plain"]["errors"] == [0.0, 0.0]
     assert "failure" not in found["forward", "jax_cudnn by xla"]
+
+
+def test_times_are_relative_to_the_rival_that_a_cell_names() -> None:
+    from benchmarks.harness import contest, contest_report
+
+    cell = contest.Cell(
+        operation="sine",
+        size="5 x 7",
+        operands=(contest.Operand((5, 7)),),
+        rivals={
+            "slow": contest.Way(function=lambda x: jnp.sin(x + jnp.sin(x) * 0)),
+            "other": contest.Way(function=jnp.cos, is_checked=False),
+            "named": contest.Way(function=jnp.sin),
+        },
+        ours=None,
+        has_gradients=False,
+        baseline="named",
+    )
+    settings = contest.Settings(
+        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
+    )
+    rows = {row["contender"]: row for row in contest.measure(cell, settings, {})}
+    assert list(rows) == ["slow", "other", "named"]
+    assert rows["named"]["ratio"] == 1 != rows["slow"]["ratio"]
+    # What computes something else is not compared.
+    assert rows["other"]["errors"] == []
+    assert len(rows["slow"]["errors"]) == 1
+    page = contest_report.page_of((), name="sines", title="Sines")
+    named = [{"GPU": "NVIDIA A7", **row} for row in rows.values()]
+    text = page({"environment": {"GPU": "NVIDIA A7"}, "rows": named})
+    assert re.search(r"\| other \|[^|]*\|[^|]*\|[^|]*\|  \|  \|\n", text)
+
+    wrong = dataclasses.replace(
+        cell, rivals={**cell.rivals, "named": contest.Way(function=jnp.cos)}
+    )
+    with pytest.raises(RuntimeError, match=r"^no rival ran forward: .'named': 'Wrong"):
+        contest.measure(wrong, settings, {})
+
+
+def test_attention_over_a_cache_is_compared_in_each_form(tmp_path: Path) -> None:
+    only = "window 16"
+    done = _run("benchmarks.decode", "--small", "--only", only, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    forms = ["cached_sdpa", "paged_sdpa, 16", "paged_sdpa, 64", "sdpa with a mask"]
+    forms += ["jax.nn xla", "jax.nn cudnn"]
+    assert [row["contender"] for row in rows] == forms
+    *ran, failed = rows
+    assert "cuDNN is not detected" in failed["failure"]
+    assert all(row["errors"][0] < 0.01 for row in ran)
+    assert ran[0]["ratio"] == 1
+    page = (tmp_path / "decode.md").read_text()
+    size = "(2,4,32h:8,16) t=64 window 16"
+    assert all((f"| {size} | cpu | {form} |" in page) for form in forms[:-1])
+    assert forms[-1] not in page
 
 
 def test_gradients_of_a_loss_that_are_rounding_alone_do_not_count() -> None:
