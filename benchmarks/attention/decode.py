@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks.attention.ways import torch_kernels
+from benchmarks.attention.ways import heads_second, torch_kernels
 from benchmarks.harness import contest_report
 from benchmarks.harness.contest import Cell, Way
 from benchmarks.harness.operands import Operand
@@ -170,21 +170,12 @@ def _torch_ways(work: Workload) -> Mapping[str, Way] | None:
     return {
         name: Way(
             function=kernel,
-            enter=_heads_second,
-            outputs=_heads_third,
+            enter=lambda tensors: heads_second(tensors[:3]),  # without lengths
+            outputs=heads_second,
             is_checked=work.s == 1,
         )
         for name, kernel in torch_kernels(names, enable_gqa=True).items()
     }
-
-
-def _heads_second(tensors: Sequence[Any]) -> list[Any]:
-    """Return the query and the caches as PyTorch's attention takes them."""
-    return [x.transpose(1, 2) for x in tensors[:3]]
-
-
-def _heads_third(tensors: Sequence[Any]) -> list[Any]:
-    return [x.transpose(1, 2) for x in tensors]
 
 
 def _lines(data: Data) -> list[str]:

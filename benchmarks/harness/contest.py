@@ -8,12 +8,12 @@ Each contender runs several sets of operands in one program (PyTorch: in one cal
 which together are too large for the GPU's cache.
 """
 
+import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.harness import torch_side
 from benchmarks.harness.checks import attempt, compared
-from benchmarks.harness.operands import Operand, as_operand, bytes_of, drawn_sets
+from benchmarks.harness.operands import Drawn, Operand, drawn_with_cotangents
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import choices, plans
@@ -51,9 +51,6 @@ GOALS = {UNTUNED: 1.05, TUNED: 1.0}
 OWN_BOUNDS = (2e-2, 1e-1)
 RIVALS_BOUNDS = (3e-2, 3e-1)
 
-# Operands that are larger together are in no cache after a call: 50 MB on an H100, 60
-# on an H200.
-_ROTATED_BYTES = 2**28
 _THREADS = 16
 
 Function = Callable[..., Any]
@@ -67,8 +64,8 @@ class Way:
 
     ``function`` takes what ``enter`` makes of the operands, and returns an array or a
     tuple of them. ``cotangents`` brings those of the cell into its layout; ``outputs``
-    and ``gradients`` bring back what it computed. One that computes something else, as
-    fast, is not ``is_checked``.
+    and ``gradients`` bring back what it computed. One whose results are not those of
+    others, as of dropout, is not ``is_checked``. PyTorch's runs ``around`` a context.
     """
 
     function: Function
@@ -77,6 +74,9 @@ class Way:
     outputs: Rearrange = list
     gradients: Rearrange = list
     is_checked: bool = True
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +142,16 @@ class Cell:
         """The function of the first rival."""
         return next(iter(self.rivals.values())).function
 
+    @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the operands."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.operands]
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the results."""
+        return jax.tree.leaves(jax.eval_shape(self.plain, *self.types))
+
     def limits(self, what: str) -> Mapping[str, float]:
         """Return what contenders may take at most, relative to the best rival."""
         return {**GOALS, **self.goals.get(what, {})}
@@ -166,11 +176,6 @@ class Settings:
     round_ms: float = 20.0
 
 
-class _Set(NamedTuple):
-    operands: list[Any]
-    cotangents: list[Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Made:
     """A contender; ``results`` are those of the first set, in the cell's layout."""
@@ -178,24 +183,6 @@ class _Made:
     contender: Contender
     results: Callable[[], _Pair]
     is_checked: bool
-
-
-# --- operands -------------------------------------------------------------------------
-
-
-def _outputs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
-    return jax.tree.leaves(jax.eval_shape(cell.plain, *like))
-
-
-def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
-    """Return sets of operands and cotangents, too large together for the cache."""
-    given = [*cell.operands, *map(as_operand, _outputs(cell))]
-    size, count = bytes_of([x for x in given if isinstance(x, Operand)]), 1
-    if size < 2 * _ROTATED_BYTES:
-        count = min(most, max(2, math.ceil(_ROTATED_BYTES / size)))
-    number = len(cell.operands)
-    return [_Set(x[:number], x[number:]) for x in drawn_sets(given, count)]
 
 
 # --- JAX ------------------------------------------------------------------------------
@@ -234,7 +221,7 @@ def _squares(results: Any) -> jax.Array:
     return jnp.sum(jnp.stack(each))
 
 
-def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
+def _of_jax(way: Way, what: str, sets: Sequence[Drawn]) -> _Made:
     entered: list[Any] = [(way.enter(x), way.cotangents(grads)) for x, grads in sets]
     compiled = compile_over_sets(program(way.function, what), entered)
 
@@ -252,7 +239,7 @@ def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
     )
 
 
-def _truth(cell: Cell, what: str, first: _Set) -> Callable[[], _Pair]:
+def _truth(cell: Cell, what: str, first: Drawn) -> Callable[[], _Pair]:
     """Return what computes XLA's results from the same numbers in f32, compiled.
 
     XLA multiplies in TF32, which holds all bf16 operands exactly.
@@ -273,7 +260,7 @@ def _wide(x: jax.Array) -> jax.Array:
 # --- PyTorch --------------------------------------------------------------------------
 
 
-def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
+def _of_torch(way: Way, name: str, what: str, sets: Sequence[Drawn]) -> _Made:
     """Return PyTorch's function, which is compiled when it is called first."""
     function = way.function
     if name == COMPILED:
@@ -288,12 +275,13 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
         )
 
     def one(operands: list[Any], cotangents: list[Any]) -> _Pair:
-        found = function(*operands)
-        outputs = list(found) if isinstance(found, tuple | list) else [found]
-        if what == FORWARD:
-            return outputs, []
-        floats = [x for x in operands if x.requires_grad]
-        return outputs, list(torch.autograd.grad(outputs, floats, cotangents))
+        with way.around():
+            found = function(*operands)
+            outputs = list(found) if isinstance(found, tuple | list) else [found]
+            if what == FORWARD:
+                return outputs, []
+            floats = [x for x in operands if x.requires_grad]
+            return outputs, list(torch.autograd.grad(outputs, floats, cotangents))
 
     def call() -> Any:
         return [one(*each) for each in moved]
@@ -316,9 +304,11 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
 # --- correctness ----------------------------------------------------------------------
 
 
-def _check(cell: Cell, what: str, name: str, made: _Made, want: _Pair) -> list[float]:
+def _check(
+    cell: Cell, what: str, name: str, made: _Made, want: _Pair | None
+) -> list[float]:
     """Return the largest relative errors of results and of gradients, if there are."""
-    if not made.is_checked:
+    if want is None or not made.is_checked:
         return []
     found = made.results()
     if what == LOSS:
@@ -352,13 +342,16 @@ def measure(
     """
     choices.table().clear()
     choices.table().add(shipped)
-    sets = _drawn_sets(cell, settings.most_sets)
+    sets = drawn_with_cotangents(cell.operands, cell.outputs, settings.most_sets)
+    ways, torch_ways = _ways(cell, settings), _torch_ways(cell, settings)
+    is_checked = any(x.is_checked for x in (*ways.values(), *torch_ways.values()))
     with ThreadPoolExecutor(_THREADS) as pool:
-        waiting = _submitted(pool, cell.directions, _ways(cell, settings), sets)
+        waiting = _submitted(pool, cell.directions, ways, sets)
         # Results are the same with and without gradients.
         truths = {
             what: pool.submit(_truth, cell, what, sets[0])
             for what in cell.directions[1:] or (FORWARD,)
+            if is_checked
         }
         if cell.has_products:
             wait(waiting.values())
@@ -367,7 +360,7 @@ def measure(
         field: _Field = {
             (what, name): attempt(name, _of_torch, way, name, what, sets)
             for what in cell.directions
-            for name, way in _torch_ways(cell, settings).items()
+            for name, way in torch_ways.items()
         }
         field |= _collected(waiting)
         compiled_truths = {what: each.result() for what, each in truths.items()}
@@ -377,7 +370,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     for what in cell.directions:
         made = {name: each for (w, name), each in field.items() if w == what}
-        truth = want[what] if what in want else want[BOTH]
+        truth = want.get(what) or want.get(BOTH)
         rows += _timed(cell, what, made, truth, settings)
     return rows
 
@@ -404,7 +397,7 @@ def _submitted(
     pool: ThreadPoolExecutor,
     directions: Sequence[str],
     ways: Mapping[str, Way],
-    sets: Sequence[_Set],
+    sets: Sequence[Drawn],
 ) -> dict[tuple[str, str], Future[_Made]]:
     return {
         (what, name): pool.submit(_of_jax, way, what, sets)
@@ -418,7 +411,7 @@ def _collected(waiting: Mapping[tuple[str, str], Future[_Made]]) -> _Field:
 
 
 def _tuned(
-    pool: ThreadPoolExecutor, cell: Cell, settings: Settings, sets: Sequence[_Set]
+    pool: ThreadPoolExecutor, cell: Cell, settings: Settings, sets: Sequence[Drawn]
 ) -> _Field:
     """Choose plans for each direction, and compile what is chosen.
 
@@ -447,7 +440,7 @@ def _timed(
     cell: Cell,
     what: str,
     made: Mapping[str, _Made | str],
-    want: _Pair,
+    want: _Pair | None,
     settings: Settings,
 ) -> list[dict[str, Any]]:
     """Check the contenders of a direction, time them, and return their rows."""

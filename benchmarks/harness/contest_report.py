@@ -153,19 +153,20 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{limit} {'met' if round(row['ratio'], 2) <= row['goal'] else 'missed'}"
 
 
-def page_of(about: Sequence[str], **page: Any) -> Page:
-    """Return a page about cells, given what it says of them first."""
-    return Page(names_gpus=True, lines=functools.partial(_lines, about), **page)
+def page_of(about: Sequence[str], *, baseline: str = "", **page: Any) -> Page:
+    """Return a page about cells, given what it says of them first, and their rival."""
+    to = f"`{baseline}`" if baseline else "the fastest rival"
+    return Page(names_gpus=True, lines=functools.partial(_lines, about, to), **page)
 
 
-def _lines(about: Sequence[str], data: Data) -> list[str]:
+def _lines(about: Sequence[str], baseline: str, data: Data) -> list[str]:
     rows = data["rows"]
     return [
         *about,
         "",
         "All contenders of a workload and direction take turns in one run, over",
         "several sets of operands, which together are too large for the GPU's cache.",
-        "Times are medians a call. The ratio is to the fastest rival, taken round by",
+        f"Times are medians a call. The ratio is to {baseline}, taken round by",
         "round (median, lowest and highest): below 1 is faster. Rivals are all but",
         f"{', '.join(f'`{name}`' for name in OURS)}. `untuned` is what a user gets who",
         "tuned nothing, and `tuned` what `plans.autotune` found with few plans a call.",

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from jax.experimental import topologies
 
@@ -192,11 +191,6 @@ def cells() -> list[Cell]:
     return [*_attention(), *_of_norms(), *_of_operations(), *_products()]
 
 
-def types(cell: Cell) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of a cell's operands."""
-    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in cell.operands]
-
-
 def _attention() -> Iterator[Cell]:
     b, s, h, k, d = 4, 2048, 16, 4, 128
     causal = {"is_causal": True}
@@ -308,7 +302,7 @@ def _moved(
     compiler: Compiler, function: Function, cell: Cell, what: str
 ) -> tuple[int, int]:
     """Return the bytes and the number of kernels of a function."""
-    operands = types(cell)
+    operands = cell.types
     cotangents = jax.tree.leaves(jax.eval_shape(function, *operands))
     run, count = program(function, what), len(operands)
     found = compiler.kernels(

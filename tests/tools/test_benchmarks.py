@@ -640,3 +640,58 @@ def test_a_gpt_learns_in_f8_as_without(tmp_path: Path) -> None:
     assert len(last) == 4
     for seed in (0, 1):
         assert -0.03 <= last[seed, True] / last[seed, False] - 1 <= 0.01
+
+
+def test_attention_is_compared_with_one_head_after_another() -> None:
+    """Here those heads are also what plain JAX computes, with biases of their own."""
+    pytest.importorskip("flax", reason="flax is not installed")
+    from benchmarks.attention import attention_cells, ways
+
+    work = attention_cells.Workload(
+        name="", b=2, s=7, h=6, k=3, d=8, e=5, has_bias=True,
+        ours=lambda _: {"is_causal": True}, theirs={},
+    )  # fmt: skip
+    cell = ways.cell_of(work)
+    rng = np.random.default_rng(0)
+    operands = [rng.standard_normal(x.shape, np.float32) for x in cell.operands]
+    q, k, v, bias = operands
+    assert cell.truth is not None
+    found = cell.truth(*map(jnp.asarray, operands))
+
+    keys, values = (np.repeat(x, 2, 2) for x in (k, v))
+    scores = np.einsum("bshd,bthd->bhst", q, keys) * 8**-0.5 + bias
+    scores = np.where(np.tri(7, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhst,bthe->bshe", weights, values)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "only", "contenders"),
+    [
+        ("sdpa", "bias", ["jax_cudnn", "jax.nn xla"]),
+        ("attention_features", "^sinks", ["jax_cudnn"]),
+        ("attention_features", "^dropout that .*1024", ["jax_cudnn", "Flax"]),
+        ("attention_features", "^f8, d=64", ["jax_cudnn bf16", "jax_cudnn"]),
+    ],
+)
+def test_attention_is_timed(
+    name: str, only: str, contenders: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("flax", reason="flax is not installed")
+    flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
+    done = _run(f"benchmarks.{name}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    found = [row["contender"] for row in rows]
+    assert found[: len(contenders)] == contenders
+    assert len(found) == len(contenders) * (1 if "f8" in only else 2)
+    compared = [row["contender"] for row in rows if row.get("errors")]
+    if "dropout" in only:
+        assert compared == []
+    if "f8" in only:
+        assert compared == ["jax_cudnn bf16"]
+    if name == "sdpa":
+        assert all(row["temporary_and_output_bytes"] > 0 for row in rows)
