@@ -24,6 +24,7 @@ from jax_cudnn.errors import UnsupportedError
 from scripts import random_runs
 from scripts.random_runs import Key, Record, Suite
 from tests.attention.shared import random_attentions, random_decode
+from tests.common.judged import worst_ratio
 
 # What is no gradient, as the page calls it.
 _RESULTS = {"output": "output", "lse": "log-sum-exp", "max": "largest score"}
@@ -45,10 +46,7 @@ def run_problem(source: Any, problem: Any, *, with_gradients: bool) -> Record:
     judged = source.judge(problem, arrays, with_gradients=with_gradients)
     if torch is not None:
         torch_side.release_memory()  # Other processes share it.
-    ratios = {
-        name: random_attentions.worst_ratio(x, judged[name])
-        for name, x in found.items()
-    }
+    ratios = {name: worst_ratio(x, judged[name]) for name, x in found.items()}
     is_right = max(ratios.values()) <= 1
     return {"outcome": "right" if is_right else "wrong", "ratios": ratios}
 

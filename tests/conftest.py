@@ -53,7 +53,7 @@ hypothesis.settings.load_profile("jax_cudnn")
 
 
 # Folders whose tests start processes, of which each compiles for itself.
-_ALONE = ("tools",)
+_ALONE = ("tools", "benchmarks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

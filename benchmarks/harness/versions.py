@@ -2,6 +2,7 @@
 """What numbers were taken with: the GPU, and versions of packages."""
 
 import importlib.metadata
+import os
 import subprocess
 
 import jax
@@ -22,6 +23,8 @@ def environment() -> dict[str, str]:
         "cuDNN": _cudnn(),
         "jax_cudnn": jax_cudnn.__version__,
     }
+    if flags := os.environ.get("XLA_FLAGS"):
+        versions["XLA_FLAGS"] = flags
     if torch is not None:
         versions["PyTorch"] = torch.__version__
     if tokamax is not None:

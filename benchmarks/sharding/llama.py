@@ -18,7 +18,6 @@ tries the script on devices of the CPU, where nothing is tuned; its times say no
 
 import argparse
 import functools
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.harness.versions import environment
 from benchmarks.sharding.several_gpus import listed
-from benchmarks.sharding.steps import BOUND, PLAIN, Compiled, State, check
+from benchmarks.sharding.steps import ALIKE, BOUND, PLAIN, Compiled, State, check
 from jax_cudnn import plans
 
 # Rows for each GPU, as many as fit into 80 GB.
@@ -196,8 +195,7 @@ def measure(settings: LlamaSettings, options: argparse.Namespace) -> list[Row]:
 def _head(data: Data) -> str:
     return (
         f"Printed by `{data['command']}` and others like it; do not edit. "
-        f"{last_run_text(data['environment'])} `XLA_FLAGS`: "
-        f"{data['XLA_FLAGS'] or 'none'}."
+        f"{last_run_text(data['environment'])}"
     )
 
 
@@ -210,8 +208,9 @@ def _lines(data: Data) -> list[str]:
         "cuDNN attention, with the lowest and highest. Utilisation is of the bf16 "
         "peak, by the operations of products. The time in which the GPU sends and "
         "computes nothing is that of busy less that of computing. Losses are those of "
-        f"plain JAX within {BOUND:.0%}, from the same start, in f8 the first one and "
-        "the mean; the last column but one has the largest difference.",
+        f"plain JAX within {BOUND:.0%}, from the same start: the first {ALIKE}, in f8 "
+        "the first one, and the mean of all. The last column but one has the largest "
+        "difference.",
         "",
         _MAXTEXT,
         "",
@@ -290,10 +289,7 @@ def main() -> None:
         keys=_NAMES,
         order=tuple(SIZES),
         versions=versions,
-        about={
-            "command": shlex.join(command),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        },
+        about={"command": shlex.join(command)},
     )
     found.add(*measured)
     print(found.file.with_suffix(".md").read_text(encoding="utf-8"))

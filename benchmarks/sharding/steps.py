@@ -12,8 +12,10 @@ from benchmarks.harness.timing import Contender
 from benchmarks.sharding.several_gpus import counted, sent
 
 PLAIN = "plain JAX"
-# Losses of contenders differ by rounding only, over the steps that are compared.
+# Losses of contenders differ by rounding only. After some steps rounding is amplified:
+# two runs of plain JAX differ by 1.4 % in the 30th step of the 7B model.
 BOUND = 0.02
+ALIKE = 10
 
 
 class Compiled:
@@ -63,12 +65,12 @@ class State:
 def check(losses: list[float], others: list[float], *, f8: bool = False) -> float:
     """Return by how much losses differ at most; raise if that is more than rounding.
 
-    In f8 a spike of the loss may lie a step earlier or later. There, the first loss and
-    the mean over all steps are held to the bound.
+    The first ones and the mean of all are held to the bound. In f8 a spike of the loss
+    may lie a step earlier or later, so of the first ones it is the very first.
     """
     shares = [abs(a - b) / b for a, b in zip(losses, others, strict=True)]
     mean = abs(sum(losses) - sum(others)) / sum(others)
     # Written so that a NaN fails.
-    if not all(share <= BOUND for share in ((shares[0], mean) if f8 else shares)):
+    if not all(share <= BOUND for share in (*shares[: 1 if f8 else ALIKE], mean)):
         raise RuntimeError(f"losses {losses} are not those of plain JAX, {others}")
     return max(shares)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.attention.shared import random_attentions
-from tests.attention.shared.random_attentions import Judged, Problem, judge, worst_ratio
+from tests.attention.shared.random_attentions import Problem, judge
+from tests.common.judged import Judged, worst_ratio
 
 pytestmark = pytest.mark.sampled
 

@@ -18,16 +18,17 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 from jax_cudnn import sdpa
-from jax_cudnn.graph import Target
 from jax_cudnn.legalize import legalize
 from tests.attention.shared.dense import dense_attention
+from tests.attention.shared.legal import (
+    HOPPER,
+)
 from tests.attention.shared.oracle import attention_graph
 from tests.common.devices import collectives, gradient, mesh_of, placed
 from tests.products.shared.fused import graphs, stacked, subsets
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _SHAPES = ((2, 5, 4, 3), (2, 7, 2, 3), (2, 7, 2, 6), (1, 4, 5, 7), (4,))
 _all = functools.partial(sdpa, return_residual=True, return_max_logit=True)
 
@@ -157,7 +158,7 @@ def test_what_no_graph_holds_has_it_too() -> None:
 
 def test_only_its_gradient_is_xlas() -> None:
     forward = attention_graph(dtype="bf16", with_stats=True, with_max=True)
-    (rewrite,) = legalize(forward, _HOPPER).candidates
+    (rewrite,) = legalize(forward, HOPPER).candidates
     assert rewrite.notes == ()
     assert set(rewrite.graph.outputs) == {"output", "max_logit", "sum_exp"}
     note = (
@@ -174,7 +175,7 @@ def test_only_its_gradient_is_xlas() -> None:
             return pull(results)
 
         (_, _), (backward, _) = graphs(run, q)
-        (rewrite,) = legalize(backward, _HOPPER).candidates
+        (rewrite,) = legalize(backward, HOPPER).candidates
         assert rewrite.notes == notes
         assert "grad_max_logit" not in rewrite.graph.inputs
 

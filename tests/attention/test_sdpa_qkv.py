@@ -21,13 +21,12 @@ from jax.test_util import check_grads
 
 from jax_cudnn import masks, qkv_sdpa, sdpa
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph import Graph, Target, Tensor
+from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.graph.attention.qkv import with_parts
-from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.legalize import legalize
-from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from tests.attention.shared import qkv
 from tests.attention.shared.flash import flash
+from tests.attention.shared.legal import HOPPER, assert_results_close, gradient_of
 from tests.attention.shared.oracle import numpy_attention, numpy_gradients
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
@@ -36,7 +35,6 @@ from tests.products.shared.fused import assert_close, graphs, stacked, subsets
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _KEY = jax.random.key(3)
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 
 
 def _draw(layout: str, dtype: Any = jnp.float64, **sizes: int) -> jax.Array:
@@ -301,7 +299,7 @@ def test_what_a_kernel_takes_otherwise_is_copied(
 ) -> None:
     x = _draw("bs3hd", jnp.bfloat16, **sizes)
     (graph, _), *_ = graphs(lambda x: qkv_sdpa(x, **options), x)
-    for rewrite in legalize(graph, _HOPPER).candidates:
+    for rewrite in legalize(graph, HOPPER).candidates:
         assert "qkv" not in rewrite.graph.inputs
         assert rewrite.notes[-1] == (
             "query, key and value are copied out of qkv: the kernel takes them in "
@@ -313,14 +311,9 @@ def test_dropout_leaves_the_array_as_it_is() -> None:
     x = _draw("bs3hd", jnp.bfloat16, d=8)
     found = graphs(functools.partial(qkv_sdpa, dropout_rate=0.5, dropout_key=_KEY), x)
     ((graph, _),) = found
-    drawn, _, by_mask, _ = legalize(graph, _HOPPER).candidates
+    drawn, _, by_mask, _ = legalize(graph, HOPPER).candidates
     assert drawn.graph.inputs == ("qkv", "dropout_seed", "dropout_offset")
     assert by_mask.graph.inputs == ("qkv", "dropout_mask")
-
-
-@pytest.fixture
-def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
 
 
 def _flash(graph: Graph, operands: Any) -> Any:
@@ -365,25 +358,12 @@ def test_legal_graphs_keep_the_meaning(
     graph = qkv.graph_of(layout, extra, d=d)
     operands = draw_arrays(graph)
     outputs = evaluate(graph, operands)
-    assert SDPA.derivative is not None
-    wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
-    backward = SDPA.derivative.backward(graph, wanted, (True, with_grad_stats))
-    assert backward is not None
-    rng = np.random.default_rng(1)
-    source = {
-        "input": operands,
-        "output": list(outputs),
-        "cotangent": [
-            jnp.asarray(np.asarray(rng.standard_normal(x.shape), jnp.float32))
-            for x in outputs
-        ],
-    }
-    given = [source[kind][i] for kind, i in backward.operands]
-    for each, arrays in ((graph, operands), (backward.graph, given)):
+    backward, given = gradient_of(graph, operands, outputs, stats=with_grad_stats)
+    for each, arrays in ((graph, operands), (backward, given)):
         want = evaluate(each, arrays)
-        candidates = legalize(each, _HOPPER).candidates
+        candidates = legalize(each, HOPPER).candidates
         in_place = ["qkv" in rewrite.graph.inputs for rewrite in candidates]
-        is_taken = d == 8 and not (each is backward.graph and with_grad_stats)
+        is_taken = d == 8 and not (each is backward and with_grad_stats)
         assert in_place.count(True) == (len(in_place) // 2 if is_taken else 0)
         for rewrite in candidates:
             with jax.disable_jit():
@@ -392,10 +372,7 @@ def test_legal_graphs_keep_the_meaning(
                 )
                 if rewrite.usual is not None:
                     assert rewrite.usual.holds(arrays)
-            for name, x, y in zip(each.outputs, got, want, strict=True):
-                np.testing.assert_allclose(
-                    x, y, rtol=2e-5, atol=2e-5, err_msg=f"{name} {rewrite.notes}"
-                )
+            assert_results_close(each, got, want, notes=rewrite.notes)
 
 
 # --- graphs and messages --------------------------------------------------------------

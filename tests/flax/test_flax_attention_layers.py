@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests jax_cudnn's attention layers against Flax's own, and what they add.
+"""Tests jax_cudnn's attention, in layers and in Flax's own, and what layers add.
 
 Transformations and messages are in test_flax_attention_calls.py, caches in
 test_flax_cache.py.
@@ -19,7 +19,7 @@ from flax import linen, nnx
 from jax.test_util import check_grads
 
 from jax_cudnn import masks
-from jax_cudnn.flax import Rotary
+from jax_cudnn.flax import Rotary, attention_fn
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
 from tests.attention.test_rotary import turned
@@ -45,6 +45,7 @@ from tests.flax.layers import (
     randomly,
     value_and_grads,
 )
+from tests.products.shared.fused import graphs
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -58,9 +59,11 @@ BOTH = {
     "no bias": ({"use_bias": False, "out_features": 13}, {"mask": padding(float)}),
     "wide heads": ({"qkv_features": 2 * F}, {"mask": HOLE}),
     "precision": ({"precision": "highest"}, {"mask": padding()}),
+    "causal, padded": ({}, {"mask": padding(float) * np.tril(np.ones((1, 1, S, S)))}),
 }
 NNX = {
     **BOTH,
+    "one key head": ({"num_kv_heads": 1}, {"is_causal": True}),
     "grouped, causal": ({"num_kv_heads": K}, {"is_causal": True}),
     "grouped, masked": ({"num_kv_heads": K}, {"mask": padding()}),
     "causal, masked": ({"normalize_qk": True}, {"mask": padding(), "is_causal": True}),
@@ -78,13 +81,25 @@ LINEN = {
 }
 
 
+# Our layers of nnx and of linen, and Flax's layers with our attention.
+OURS = {
+    "layer": (nnx_layer, linen_layer),
+    "attention_fn": tuple(
+        functools.partial(make, attention_fn=attention_fn)
+        for make in (flax_nnx, flax_linen)
+    ),
+}
+each_of_ours = pytest.mark.parametrize("ours", OURS.values(), ids=OURS)
+
+
+@each_of_ours
 @pytest.mark.parametrize("case", NNX)
-def test_nnx_layer_equals_flax(case):
+def test_nnx_layer_equals_flax(case, ours):
     options, call = NNX[case]
     x = normal(4, B, S, F)
     with flax_promotes():
         (ours, own), (flax, params) = (
-            pure(make(**options)) for make in (nnx_layer, flax_nnx)
+            pure(make(**options)) for make in (ours[0], flax_nnx)
         )
         assert_trees_close(own, params, rtol=0, atol=0)
         params = randomly(params)
@@ -94,12 +109,13 @@ def test_nnx_layer_equals_flax(case):
         )
 
 
+@each_of_ours
 @pytest.mark.parametrize("case", LINEN)
-def test_linen_layer_equals_flax(case):
+def test_linen_layer_equals_flax(case, ours):
     options, call = LINEN[case]
     x = normal(4, B, S, F)
     with flax_promotes():
-        ours, flax = linen_layer(**options), flax_linen(**options)
+        ours, flax = ours[1](**options), flax_linen(**options)
         params = flax.init(jax.random.key(1), x)
         own = ours.init(jax.random.key(1), x)
         assert_trees_close(own, params, rtol=0, atol=0)
@@ -171,46 +187,56 @@ def test_linen_names_its_layers_as_flax_does():
         assert_trees_close(ours.apply(variables, x), flax.apply(variables, x))
 
 
-def test_dropout_that_heads_share_is_flaxs():
+@each_of_ours
+def test_dropout_that_heads_share_is_flaxs(ours, messages):
     x = normal(4, B, S, F)
     options = {"dropout_rate": 0.4, "broadcast_dropout": True}
     with flax_promotes():
-        ours, flax = (
-            make(num_kv_heads=K, **options)(
-                x, deterministic=False, rngs=nnx.Rngs(9), is_causal=True
+        for heads in (H, K):
+            got, flax = (
+                make(num_kv_heads=heads, **options)(
+                    x, deterministic=False, rngs=nnx.Rngs(9), is_causal=True
+                )
+                for make in (ours[0], flax_nnx)
             )
-            for make in (nnx_layer, flax_nnx)
-        )
-        assert_trees_close(ours, flax)
+            assert_trees_close(got, flax)
         variables = flax_linen().init(jax.random.key(0), x)
-        call = {"deterministic": False, "rngs": {"dropout": jax.random.key(9)}}
-        ours, flax = (
-            make(**options).apply(variables, x, **call)
-            for make in (linen_layer, flax_linen)
-        )
-        assert_trees_close(ours, flax)
-        (ours, flax) = (
-            make(**options).apply(variables, x, deterministic=True)
-            for make in (linen_layer, flax_linen)
-        )
-        assert_trees_close(ours, flax)
-
-
-def test_weights_are_sown_by_flax():
-    x = normal(4, B, S, F)
-    ours, flax = (
-        nnx.capture(make(num_kv_heads=K), nnx.Intermediate)(x, sow_weights=True)
-        for make in (nnx_layer, flax_nnx)
+        for call in (
+            {"deterministic": False, "rngs": {"dropout": jax.random.key(9)}},
+            {"deterministic": True},
+        ):
+            got, flax = (
+                make(**options).apply(variables, x, **call)
+                for make in (ours[1], flax_linen)
+            )
+            assert_trees_close(got, flax)
+    assert messages()[0].endswith(
+        ": Flax's own attention runs: dropout of the same attention "
+        "weights in all batch entries and heads is active (dropout_rate=0.4, "
+        "broadcast_dropout=True, deterministic=False), and is XLA's for float32 "
+        f'operands, head size {F // H} and implementation="auto"'
     )
-    (weights,) = jax.tree.leaves(ours[1])
+
+
+@each_of_ours
+def test_weights_are_sown_by_flax(ours, messages):
+    x = normal(4, B, S, F)
+    got, flax = (
+        nnx.capture(make(num_kv_heads=K), nnx.Intermediate)(
+            x, sow_weights=True, is_causal=True
+        )
+        for make in (ours[0], flax_nnx)
+    )
+    (weights,) = jax.tree.leaves(got[1])
     assert weights.shape == (B, H, S, S)
-    assert_trees_close(ours, flax)
+    assert_trees_close(got, flax)
+    assert "the attention weights are asked for" in messages()[0]
     variables = flax_linen().init(jax.random.key(0), x)
     call = {"sow_weights": True, "mutable": ["intermediates"]}
-    ours, flax = (
-        make().apply(variables, x, **call) for make in (linen_layer, flax_linen)
-    )
-    assert_trees_close(ours, flax)
+    got, flax = (make().apply(variables, x, **call) for make in (ours[1], flax_linen))
+    (weights,) = got[1]["intermediates"]["attention_weights"]
+    assert weights.shape == (B, H, S, S)
+    assert_trees_close(got, flax)
 
 
 def test_flaxs_arguments_are_ours():
@@ -249,14 +275,13 @@ ROWS, COLUMNS = np.ogrid[:S, :S]
 ALL = np.ones((B, S, S), bool)
 CAUSAL = ALL & (COLUMNS <= ROWS)
 DOCUMENTS = np.array([[0] * 4 + [1] * 3, [0] * S, [0, 0, 1, 1, 1, 2, 2]])
+SAME = DOCUMENTS[:, :, None] == DOCUMENTS[:, None]
 LENGTHS = np.array([7, 3, 5])
+BAND = (COLUMNS >= ROWS - 2) & (COLUMNS <= ROWS + 1)
+ROTARY = Rotary(base=50.0, fraction=0.8)
 ADDED = {
     "causal": ({"is_causal": True}, {}, CAUSAL),
-    "window": (
-        {"local_window_size": (2, 1)},
-        {},
-        ALL & (COLUMNS >= ROWS - 2) & (COLUMNS <= ROWS + 1),
-    ),
+    "window": ({"local_window_size": (2, 1)}, {}, ALL & BAND),
     "window, causal": (
         {"local_window_size": 3},
         {"is_causal": True},
@@ -265,14 +290,14 @@ ADDED = {
     "window, array": (
         {"local_window_size": (2, 0)},
         {"mask": np.arange(S)[None, None, None] != 4},
-        CAUSAL & (COLUMNS >= ROWS - 2) & (COLUMNS != 4),
+        CAUSAL & BAND & (COLUMNS != 4),
     ),
     "scale": ({"scale": 0.31}, {}, ALL),
     "mask": ({}, {"mask": masks.Causal()}, CAUSAL),
     "masks": (
         {"is_causal": True},
         {"mask": masks.Segments(DOCUMENTS) & masks.Window(3, None)},
-        CAUSAL & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (COLUMNS >= ROWS - 3),
+        CAUSAL & SAME & (COLUMNS >= ROWS - 3),
     ),
     "lengths": (
         {"local_window_size": (9, 9)},
@@ -280,20 +305,16 @@ ADDED = {
         ALL & (LENGTHS[:, None, None] > COLUMNS),
     ),
     "sinks": ({"use_sinks": True, "is_causal": True}, {}, CAUSAL),
-    "rotary": (
-        {"rotary": Rotary(base=50.0, fraction=0.8), "is_causal": True},
-        {},
-        CAUSAL,
-    ),
+    "rotary": ({"rotary": ROTARY, "is_causal": True}, {}, CAUSAL),
     "everything": (
         {
-            "rotary": Rotary(base=50.0, fraction=0.8),
+            "rotary": ROTARY,
             "use_sinks": True,
             "scale": 0.4,
             "local_window_size": (2, 0),
         },
         {"mask": masks.Segments(DOCUMENTS), "is_causal": True},
-        CAUSAL & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (COLUMNS >= ROWS - 2),
+        CAUSAL & SAME & BAND,
     ),
 }
 
@@ -364,7 +385,7 @@ def test_sinks_are_the_only_new_parameter():
 def test_positions_may_be_given():
     x = normal(4, B, S, F)
     positions = np.array([[9], [0], [3]]) + np.arange(S)
-    (run, apply), params = layers(rotary=Rotary(base=50.0, fraction=0.8))
+    (run, apply), params = layers(rotary=ROTARY)
     truth = by_hand(
         params,
         x,
@@ -383,25 +404,11 @@ def test_grouped_heads_and_bands_reach_the_kernel_as_such():
         local_window_size=(3, 0),
         rotary=Rotary(fraction=0.8),
     )
-    jaxpr = jax.make_jaxpr(pure(layer)[0])(pure(layer)[1], normal(4, B, S, F))
-    found = []
-
-    def read(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "cudnn_graph":
-                found.append(equation.params["graph"])
-            for inner in jax.tree.leaves(
-                [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")
-            ):
-                if hasattr(inner, "eqns"):
-                    read(inner)
-
-    read(jaxpr.jaxpr)
-    (node,) = found[0].nodes
+    ((graph, _),) = graphs(*pure(layer), normal(4, B, S, F))
+    (node,) = graph.nodes
     assert node.kind == "sdpa"
     assert node.attributes.is_causal
     assert node.attributes.window == (3, 0)
-    assert len(found) == 1
     assert not {"mask", "bias"} & set(dict(node.inputs))
 
 
@@ -411,17 +418,12 @@ DELEGATED = {
     "window": (
         {"local_window_size": (2, 1)},
         {"mask": padding()},
-        padding()
-        & jnp.asarray((COLUMNS >= ROWS - 2) & (COLUMNS <= ROWS + 1))[None, None],
+        padding() & BAND[None, None],
     ),
     "masks": (
         {"is_causal": True},
         {"mask": masks.Segments(DOCUMENTS) & masks.Lengths(key=LENGTHS)},
-        jnp.asarray(
-            CAUSAL
-            & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None])
-            & (LENGTHS[:, None, None] > COLUMNS)
-        )[:, None],
+        (CAUSAL & SAME & (LENGTHS[:, None, None] > COLUMNS))[:, None],
     ),
 }
 
@@ -461,44 +463,38 @@ def test_scale_and_biases_reach_flaxs_attention_too():
     (run, _), params = layers(**options)
     (exact, apply), _ = layers(precision="highest", **options)
     for function in (exact, apply):
-        assert_trees_close(
-            function(params, x, mask=mask),
-            run(params, x, mask=mask),
-            atol=1e-5,
-            rtol=1e-4,
-        )
+        got, want = (each(params, x, mask=mask) for each in (function, run))
+        assert_trees_close(got, want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_bf16_is_as_near_to_f32_as_flaxs(api):
+@each_of_ours
+@pytest.mark.parametrize(
+    ("api", "dtype"),
+    [("nnx", jnp.bfloat16), ("linen", jnp.bfloat16), ("linen", jnp.float16)],
+)
+def test_sixteen_bits_are_as_near_to_f32_as_flaxs(ours, api, dtype):
     x = normal(4, B, S, F)
-    ours, flax, exact = (
-        make(**options)
-        for make, options in zip(
-            {
-                "nnx": (nnx_layer, flax_nnx, flax_nnx),
-                "linen": (linen_layer, flax_linen, flax_linen),
-            }[api],
-            ({"dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}, {}),
-            strict=True,
-        )
-    )
+    number = ("nnx", "linen").index(api)
+    ours, flax = ours[number], (flax_nnx, flax_linen)[number]
+    made = [ours(dtype=dtype), flax(dtype=dtype), flax()]
     if api == "nnx":
-        params = randomly(pure(exact)[1])
-        runs = [pure(layer)[0] for layer in (ours, flax, exact)]
+        params = randomly(pure(made[2])[1])
+        runs = [pure(layer)[0] for layer in made]
     else:
-        params = randomly(exact.init(jax.random.key(0), x))
-        runs = [layer.apply for layer in (ours, flax, exact)]
+        params = randomly(made[2].init(jax.random.key(0), x))
+        runs = [layer.apply for layer in made]
     with flax_promotes():
         results = [value_and_grads(run, params, x) for run in runs]
-    assert results[0][0].dtype == results[1][0].dtype == jnp.bfloat16
+    assert results[0][0].dtype == results[1][0].dtype == dtype
     own, flaxs, truth = (
         [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(result)]
         for result in results
     )
 
     def error(got):
-        parts = [np.sum((x - y) ** 2) for x, y in zip(got, truth, strict=True)]
+        parts = [np.sum((x - y) ** 2) for x, y in zip(got, truth, strict=False)]
         return np.sqrt(np.sum(parts))
 
     assert error(own) <= 1.5 * error(flaxs)
+    # The result by itself, beside which the gradients are large.
+    assert error(own[:1]) <= 1.5 * error(flaxs[:1])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flax's layers with jax_cudnn's products, and jax_cudnn's layers, against Flax's."""
 
-import contextlib
 import functools
 import inspect
 import pickle
@@ -26,118 +25,38 @@ from jax_cudnn.flax import (
 )
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
-from tests.common import drawn
+from tests.flax.layers import (
+    assert_trees_close,
+    flax_promotes,
+    normal,
+    pure,
+    value_and_grads,
+)
+from tests.flax.product_layers import (
+    LAYERS,
+    C,
+    N,
+    O,
+    X,
+    Y,
+    build,
+    kinds,
+    linen_conv,
+    nnx_conv,
+    nnx_linear,
+    others,
+    results,
+)
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-# n images, y and x space, c channels in, o out.
-N, Y, X, C, O = 3, 7, 10, 6, 9  # noqa: E741
-TIGHT = {"rtol": 2e-5, "atol": 1e-5}
 
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return drawn.normal(seed, shape, dtype)
-
-
-@contextlib.contextmanager
-def flax_promotes():
-    """Allow promotion where Flax's own code relies on it."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def assert_trees_close(actual, expected, **tolerances):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        np.testing.assert_allclose(x, y, **(tolerances or TIGHT))
-
-
-def value_and_grads(function, *args):
-    """Return a function's result, and the gradients of a sum that weighs it."""
-
-    def loss(*args):
-        output = function(*args)
-        return jnp.sum(jnp.sin(output.astype(jnp.float32))), output
-
-    argnums = tuple(range(len(args)))
-    run = jax.jit(jax.value_and_grad(loss, argnums=argnums, has_aux=True))
-    (_, output), grads = run(*args)
-    return output, grads
-
-
-def pure(layer):
-    """Return a function of an nnx layer's parameters, and the parameters."""
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
-
-    def run(params, x, **call):
-        state = nnx.State(params)
-        return nnx.merge(graph, state, rest)(x, **call)
-
-    return run, nnx.to_pure_dict(params)
-
-
-BIAS = {"bias_init": linen.initializers.normal(1.0)}
-
-
-def nnx_conv(layer=nnx.Conv, size=(3, 2), c=C, **options):
-    return layer(c, O, size, rngs=nnx.Rngs(0), **BIAS, **options)
-
-
-def linen_conv(layer=linen.Conv, size=(3, 2), **options):
-    return layer(O, size, **BIAS, **options)
-
-
-def nnx_linear(layer=nnx.Linear, **options):
-    return layer(C, O, rngs=nnx.Rngs(0), **BIAS, **options)
-
-
-def linen_dense(layer=linen.Dense, **options):
-    return layer(O, **BIAS, **options)
-
-
-LAYERS = {
-    ("conv", "nnx"): (nnx_conv, our_nnx.Conv),
-    ("conv", "linen"): (linen_conv, our_linen.Conv),
-    ("dense", "nnx"): (nnx_linear, our_nnx.Linear),
-    ("dense", "linen"): (linen_dense, our_linen.Dense),
-}
 all_layers = pytest.mark.parametrize(
     ("kind", "api"), LAYERS, ids=["-".join(key) for key in LAYERS]
 )
 
 
-def build(make, x, *layer, **options):
-    """Return a function of an nnx or linen layer's parameters, and the parameters."""
-    layer = make(*layer, **options)
-    if isinstance(layer, nnx.Module):
-        return pure(layer)
-    return layer.apply, layer.init(jax.random.key(0), x)
-
-
-def graphs_in(function, *args):
-    """Return the graphs of all cuDNN calls, and the names of all other primitives."""
-    jaxpr = jax.make_jaxpr(function)(*args)
-    graphs, others = [], set()
-
-    def read(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "cudnn_graph":
-                graphs.append(equation.params["graph"])
-            elif "jaxpr" in equation.params:
-                inner = equation.params["jaxpr"]
-                read(getattr(inner, "jaxpr", inner))
-            else:
-                others.add(equation.primitive.name)
-
-    read(jaxpr.jaxpr)
-    return graphs, others
-
-
-def kinds(graph):
-    """Return what each node computes, in order."""
-    return [getattr(node.attributes, "mode", node.kind) for node in graph.nodes]
+each_api = pytest.mark.parametrize("api", ["nnx", "linen"])
 
 
 # --- convolutions: the same parameters, with Flax's convolution and with ours ---------
@@ -164,24 +83,11 @@ CONV = {
 conv_cases = pytest.mark.parametrize(("options", "shape"), CONV.values(), ids=CONV)
 
 
+@each_api
 @conv_cases
-def test_nnx_conv_equals_flax(options, shape):
+def test_conv_equals_flax(api, options, shape):
     x = normal(1, *shape)
-    layers = [nnx_conv(layer, **options) for layer in (our_nnx.Conv, nnx.Conv)]
-    ours, flax = (value_and_grads(*pure(layer), x) for layer in layers)
-    assert_trees_close(ours, flax)
-
-
-@conv_cases
-def test_linen_conv_equals_flax(options, shape):
-    x = normal(1, *shape)
-    flax = linen_conv(**options)
-    ours = linen_conv(our_linen.Conv, **options)
-    variables = flax.init(jax.random.key(0), x)
-    assert_trees_close(
-        value_and_grads(ours.apply, variables, x),
-        value_and_grads(flax.apply, variables, x),
-    )
+    assert_trees_close(*results("conv", api, x, **options))
 
 
 @pytest.mark.parametrize(
@@ -201,8 +107,7 @@ def test_conv_general_dilated_in_flaxs_conv_equals_flax(case):
         {"conv_general_dilated_cls": make_conv_general_dilated},
     ):
         layer = linen_conv(**replaced, **options)
-        (graph,), _ = graphs_in(layer.apply, variables, x)
-        assert kinds(graph) == ["conv_fprop"]
+        assert kinds(layer.apply, variables, x) == ["conv_fprop"]
         assert_trees_close(layer.apply(variables, x), expected)
 
 
@@ -210,14 +115,9 @@ def test_conv_general_dilated_takes_every_argument_of_lax():
     lhs, rhs = normal(1, 4, C, Y), normal(2, O * 2, C, 3)
     args = (lhs, rhs, (2,), [(1, 2)], (2,), (1,), ("NCH", "OIH", "NCH"), 1, 2)
     keywords = {"precision": "highest", "preferred_element_type": jnp.float32}
-    assert_trees_close(
-        conv_general_dilated(*args, **keywords),
-        jax.lax.conv_general_dilated(*args, **keywords),
-    )
-    for ours, lax in (
-        (conv_general_dilated, jax.lax.conv_general_dilated),
-        (dot_general, jax.lax.dot_general),
-    ):
+    pair = (conv_general_dilated, jax.lax.conv_general_dilated)
+    assert_trees_close(*(function(*args, **keywords) for function in pair))
+    for ours, lax in (pair, (dot_general, jax.lax.dot_general)):
         names = list(inspect.signature(lax).parameters)
         assert list(inspect.signature(ours).parameters) == names
 
@@ -233,31 +133,18 @@ DENSE = {
 dense_cases = pytest.mark.parametrize(("options", "shape"), DENSE.values(), ids=DENSE)
 
 
+@each_api
 @dense_cases
-def test_nnx_linear_equals_flax(options, shape):
+def test_dense_equals_flax(api, options, shape):
     x = normal(1, *shape)
-    layers = (
-        nnx_linear(our_nnx.Linear, **options),
-        nnx_linear(dot_general=dot_general, **options),
-        nnx_linear(**options),
-    )
-    *ours, flax = (value_and_grads(*pure(layer), x) for layer in layers)
-    for each in ours:
-        assert_trees_close(each, flax)
-
-
-@dense_cases
-def test_linen_dense_equals_flax(options, shape):
-    x = normal(1, *shape)
-    flax = linen_dense(**options)
-    variables = flax.init(jax.random.key(0), x)
-    expected = value_and_grads(flax.apply, variables, x)
-    for layer in (
-        linen_dense(our_linen.Dense, **options),
-        linen_dense(dot_general=dot_general, **options),
-        linen_dense(dot_general_cls=make_dot_general, **options),
-    ):
-        assert_trees_close(value_and_grads(layer.apply, variables, x), expected)
+    ours, flax = results("dense", api, x, **options)
+    assert_trees_close(ours, flax)
+    products = [{"dot_general": dot_general}]
+    if api == "linen":
+        products.append({"dot_general_cls": make_dot_general})
+    for product in products:
+        made, params = build(LAYERS["dense", api][0], x, **product, **options)
+        assert_trees_close(value_and_grads(made, params, x), flax)
 
 
 def test_dot_general_in_flaxs_general_layers_equals_flax():
@@ -275,15 +162,6 @@ def test_dot_general_in_flaxs_general_layers_equals_flax():
         variables = flax.init(jax.random.key(0), x)
         ours = flax.clone(dot_general_cls=make_dot_general)
         assert_trees_close(ours.apply(variables, x), flax.apply(variables, x))
-
-
-def test_dot_general_in_flaxs_attention_equals_flax():
-    x = normal(1, N, Y, C)
-    flax = linen.MultiHeadDotProductAttention(num_heads=3)
-    ours = flax.clone(qkv_dot_general=dot_general, out_dot_general=dot_general)
-    variables = flax.init(jax.random.key(0), x)
-    assert len(graphs_in(ours.apply, variables, x)[0]) == 4
-    assert_trees_close(ours.apply(variables, x), flax.apply(variables, x))
 
 
 # --- activation and residual in the same kernel ---------------------------------------
@@ -322,10 +200,10 @@ def test_residual_broadcasts_as_it_does_behind_flaxs_conv(batch, make, adds):
 
     with flax_promotes():
         truth = value_and_grads(expected, params, x, residual)
-    (graph,), others = graphs_in(ours, params, x, residual)
-    assert kinds(graph) == ["conv_fprop", "add", *adds, "relu"]
-    assert others <= {"reshape", "broadcast_in_dim"}
-    assert_trees_close(value_and_grads(ours, params, x, residual), truth)
+    operands = (params, x, residual)
+    assert kinds(ours, *operands) == ["conv_fprop", "add", *adds, "relu"]
+    assert others(ours, *operands) <= {"reshape", "broadcast_in_dim"}
+    assert_trees_close(value_and_grads(ours, *operands), truth)
 
 
 @pytest.mark.parametrize(
@@ -346,14 +224,11 @@ def test_activation_and_residual_are_in_the_kernel(
     def expected(params, x, residual):
         return function(flax(params, x) + residual)
 
-    (graph,), others = graphs_in(ours, params, x, residual)
+    operands = (params, x, residual)
     product = {"conv": "conv_fprop", "dense": "matmul"}[kind]
-    assert kinds(graph) == [product, "add", "add", *nodes]
-    assert others <= {"reshape", "broadcast_in_dim"}
-    assert_trees_close(
-        value_and_grads(ours, params, x, residual),
-        value_and_grads(expected, params, x, residual),
-    )
+    assert kinds(ours, *operands) == [product, "add", "add", *nodes]
+    assert others(ours, *operands) <= {"reshape", "broadcast_in_dim"}
+    assert_trees_close(*(value_and_grads(each, *operands) for each in (ours, expected)))
 
 
 # --- dtypes ---------------------------------------------------------------------------
@@ -389,20 +264,16 @@ def test_bf16_is_as_near_to_f32_as_flax_is(kind, api):
 
 @pytest.mark.parametrize("kind", ["conv", "dense"])
 @pytest.mark.parametrize(
-    ("dtype", "param_dtype", "preferred"),
+    "options",
     [
-        (None, jnp.float32, None),
-        (None, jnp.bfloat16, None),
-        (jnp.bfloat16, jnp.float32, jnp.float32),
-        (jnp.float16, jnp.bfloat16, None),
+        {},
+        {"param_dtype": jnp.bfloat16},
+        {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32},
+        {"dtype": jnp.float16, "param_dtype": jnp.bfloat16},
     ],
+    ids=str,
 )
-def test_result_has_the_dtype_of_flaxs(kind, dtype, param_dtype, preferred):
-    options = {
-        "dtype": dtype,
-        "param_dtype": param_dtype,
-        "preferred_element_type": preferred,
-    }
+def test_result_has_the_dtype_of_flaxs(kind, options):
     make, layer = LAYERS[kind, "nnx"]
     x = normal(1, N, Y, X, C, dtype=jnp.bfloat16)
     with flax_promotes():
@@ -445,28 +316,20 @@ def test_own_promote_dtype_is_used():
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize(
-    ("make", "layer"), [(nnx_conv, our_nnx.Conv), (nnx_linear, our_nnx.Linear)]
-)
-def test_nnx_parameters_are_those_of_flax(make, layer, use_bias):
+@all_layers
+def test_parameters_are_those_of_flax(kind, api, use_bias):
+    make, layer = LAYERS[kind, api]
     ours = make(layer, activation="relu", use_bias=use_bias)
     flax = make(use_bias=use_bias)
-    assert isinstance(ours, type(flax))
-    state = nnx.state(ours)
-    assert_trees_close(state, nnx.state(flax))
-    saved = jax.tree.map(lambda x: x + 1, nnx.state(flax))
-    nnx.update(ours, saved)
-    assert_trees_close(nnx.state(ours), saved)
-
-
-@pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize(
-    ("make", "layer"), [(linen_conv, our_linen.Conv), (linen_dense, our_linen.Dense)]
-)
-def test_linen_parameters_are_those_of_flax(make, layer, use_bias):
+    if api == "nnx":
+        assert isinstance(ours, type(flax))
+        assert_trees_close(nnx.state(ours), nnx.state(flax))
+        saved = jax.tree.map(lambda x: x + 1, nnx.state(flax))
+        nnx.update(ours, saved)
+        assert_trees_close(nnx.state(ours), saved)
+        return
     x = normal(1, N, Y, X, C)
-    flax = make(use_bias=use_bias).init(jax.random.key(0), x)
-    ours = make(layer, activation="relu", use_bias=use_bias).init(jax.random.key(0), x)
+    ours, flax = (module.init(jax.random.key(0), x) for module in (ours, flax))
     assert_trees_close(ours, flax)
     changed = jax.tree.map(lambda leaf: leaf + 1, flax)
     loaded = serialization.from_bytes(ours, serialization.to_bytes(changed))
@@ -528,10 +391,8 @@ def test_nnx_layers_under_vmap_equal_flax(make, layer):
     for axes, parameters in (((None, 0, 0), params), ((0, 0, 0), many)):
         ours = jax.vmap(lambda p, x, r: run(p, x, residual=r), axes)
         expected = jax.vmap(lambda p, x, r: jax.nn.silu(flax(p, x) + r), axes)
-        assert_trees_close(
-            value_and_grads(ours, parameters, x, residual),
-            value_and_grads(expected, parameters, x, residual),
-        )
+        operands = (parameters, x, residual)
+        assert_trees_close(*(value_and_grads(f, *operands) for f in (ours, expected)))
 
 
 def test_linen_layers_under_lifted_transformations_equal_flax():
@@ -565,34 +426,30 @@ def test_settings_are_checked_and_equal_ones_are_equal(make):
     assert isinstance(other, ConvGeneralDilated | DotGeneral)
 
 
-def test_layers_refuse_an_unknown_implementation():
-    expected = "implementation='fast' is not one of 'auto'"
-    for make, layer in ((nnx_conv, our_nnx.Conv), (nnx_linear, our_nnx.Linear)):
-        with pytest.raises(ValueError, match=expected):
-            make(layer, implementation="fast")
-    for make, layer in ((linen_conv, our_linen.Conv), (linen_dense, our_linen.Dense)):
-        with pytest.raises(ValueError, match=expected):
-            make(layer, implementation="fast").init(
-                jax.random.key(0), normal(1, *IMAGES)
-            )
+@all_layers
+def test_layers_refuse_an_unknown_implementation(kind, api):
+    make, layer = LAYERS[kind, api]
+    with pytest.raises(ValueError, match="implementation='fast' is not one of 'auto'"):
+        build(make, normal(1, *IMAGES), layer, implementation="fast")
 
 
-def test_layers_refuse_another_product():
-    x, key = normal(1, *IMAGES), jax.random.key(0)
-    lax = jax.lax
-    refused = r"{}: {} was passed.*Leave it out, or pass it to Flax's layer"
-    with pytest.raises(
-        ValueError, match=refused.format("Conv", "conv_general_dilated")
-    ):
-        nnx_conv(our_nnx.Conv, conv_general_dilated=lax.conv_general_dilated)
-    with pytest.raises(ValueError, match=refused.format("Linear", "dot_general")):
-        nnx_linear(our_nnx.Linear, dot_general=lax.dot_general)
-    for name in ("conv_general_dilated", "conv_general_dilated_cls"):
-        with pytest.raises(ValueError, match=refused.format("Conv", name)):
-            linen_conv(our_linen.Conv, **{name: lax.conv_general_dilated}).init(key, x)
-    for name in ("dot_general", "dot_general_cls"):
-        with pytest.raises(ValueError, match=refused.format("Dense", name)):
-            linen_dense(our_linen.Dense, **{name: lax.dot_general}).init(key, x)
+REFUSED = [
+    ("conv", "nnx", "Conv", "conv_general_dilated"),
+    ("dense", "nnx", "Linear", "dot_general"),
+    ("conv", "linen", "Conv", "conv_general_dilated"),
+    ("conv", "linen", "Conv", "conv_general_dilated_cls"),
+    ("dense", "linen", "Dense", "dot_general"),
+    ("dense", "linen", "Dense", "dot_general_cls"),
+]
+
+
+@pytest.mark.parametrize(("kind", "api", "layer", "name"), REFUSED)
+def test_layers_refuse_another_product(kind, api, layer, name):
+    product = getattr(jax.lax, name.removesuffix("_cls"))
+    refused = rf"{layer}: {name} was passed.*Leave it out, or pass it to Flax's layer"
+    make, ours = LAYERS[kind, api]
+    with pytest.raises(ValueError, match=refused):
+        build(make, normal(1, *IMAGES), ours, **{name: product})
 
 
 def test_conv_and_dot_general_themselves_stand_in_for_lax_s():
@@ -635,11 +492,7 @@ def test_residual_that_does_not_broadcast_is_refused(shape):
 
 def test_residual_of_other_space_is_refused():
     x = normal(1, *IMAGES)
-    with pytest.raises(
-        ValueError, match=r"residual is f32\[3,7,9,9\].*\[3, 7, 10, 9\]"
-    ):
-        nnx_conv(our_nnx.Conv)(x, residual=jnp.ones((N, Y, X - 1, O)))
-    with pytest.raises(
-        ValueError, match=r"residual is f32\[3,7,9,9\].*\[3, 7, 10, 9\]"
-    ):
-        nnx_linear(our_nnx.Linear)(x, residual=jnp.ones((N, Y, X - 1, O)))
+    expected = r"residual is f32\[3,7,9,9\].*\[3, 7, 10, 9\]"
+    for make, layer in ((nnx_conv, our_nnx.Conv), (nnx_linear, our_nnx.Linear)):
+        with pytest.raises(ValueError, match=expected):
+            make(layer)(x, residual=jnp.ones((N, Y, X - 1, O)))

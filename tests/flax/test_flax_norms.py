@@ -25,6 +25,7 @@ _LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("LayerNorm", (6,), {"use_bias": False, "epsilon": 1e-3}),
     ("LayerNorm", (4,), {"reduction_axes": 2, "feature_axes": -2}),
     ("LayerNorm", (6,), {"reduction_axes": (1, 2), "feature_axes": -1}),
+    ("LayerNorm", (6,), {"use_fast_variance": False}),
     ("RMSNorm", (6,), {}),
     ("RMSNorm", (6,), {"use_scale": False}),
     ("GroupNorm", (6, 3), {"num_groups": 3}),

@@ -15,7 +15,7 @@ import numpy as np
 
 import jax_cudnn
 from jax_cudnn.config import Implementation
-from tests.attention.shared.random_attentions import Judged
+from tests.common.judged import Judged
 from tests.common.random_draws import FLOATS, Draw
 from tests.fusing.programs import BINARY, JUMPING, KINKED, UNARY, Step, program
 from tests.lowering.operation_problems import (

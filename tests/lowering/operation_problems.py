@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_cudnn.config import Implementation
-from tests.attention.shared.random_attentions import Judged, worst_ratio
+from tests.common.judged import Judged, worst_ratio
 from tests.common.random_draws import Draw
 
 Arrays = Mapping[str, Any]

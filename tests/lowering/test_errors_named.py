@@ -224,29 +224,6 @@ def test_options(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        *(
-            ("window_strides", value)
-            for value in (2, (1.5, 1), (1, 1, 1), "ab", (0, 1))
-        ),
-        *(("padding", value) for value in ("FULL", 1, (1, 1), ((1, 1),) * 3, None)),
-        *(("rhs_dilation", value) for value in (2, (1, 1, 1), (0, 1))),
-        *(("feature_group_count", value) for value in (0, 2, "2", 1.5)),
-        *(("batch_group_count", value) for value in (3, "3", 1.5)),
-        *(("dimension_numbers", v) for v in ("NDHWC", ("NHWC", "HWIO", "NHWX"))),
-    ],
-)
-def test_geometry_of_convolutions(argument: str, value: object) -> None:
-    words = {"padding": ("pad",)}.get(argument, (argument,))
-    with pytest.raises((TypeError, ValueError)) as caught:
-        jax_cudnn.conv(**{**_IMAGES, "padding": "SAME", argument: value})
-    message = str(caught.value)
-    assert message.startswith("conv: ")
-    assert any(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
     ("x", "w", "numbers"),
     [
         ((2, 9, 3), (3, 3, 16), "NWC"),
@@ -415,18 +392,20 @@ def test_attention_says_what_does_not_fit_whoever_computes_it(
     pytest.importorskip("flax", reason="Flax is not installed")
     from jax_cudnn.flax import attention_fn
 
-    q = _ones(2, 5, 4, 8)
+    q, scores = _ones(2, 5, 4, 8), "query length, key length) = [2, 4, 5, 5]"
     for changes, words in (
         ({"key": _ones(2, 7, 4, 8)}, ("lengths of key and value", "7", "5")),
         ({"key": _ones(2, 5, 4, 6)}, ("head sizes of query and key", "8", "6")),
         ({"value": _ones(2, 5, 2, 8)}, ("numbers of heads of key and value",)),
         ({"query": _ones(2, 5, 3, 8)}, ("3 query heads",)),
-        ({"key": q[0]}, ("ranks", "key")),
+        ({"key": q[0]}, ("ranks do not fit: query is (2, 5, 4, 8), key (5, 4, 8)",)),
+        ({"value": _ones(3, 5, 4, 8)}, ("batch axes differ", "value (3, 5, 4, 8)")),
         ({"query": None}, ("query is None",)),
         ({"value": "v"}, ("value is 'v'",)),
         ({"mask": _ones(2, 5) > 0}, ("mask", "Pass mask[:, None, None, :]")),
-        ({"mask": _ones(7, 7) > 0}, ("mask", "[7, 7]")),
-        ({"bias": _ones(7, 7)}, ("bias", "[7, 7]")),
+        ({"mask": _ones(7, 7) > 0}, ("mask has shape [7, 7], which does not", scores)),
+        ({"bias": _ones(7, 7)}, ("bias has shape [7, 7], which does not", scores)),
+        ({"bias": _ones(1, 2, 1, 5, 5)}, ("bias has shape [1, 2, 1, 5, 5]", scores)),
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
             attention_fn(

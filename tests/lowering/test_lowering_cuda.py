@@ -16,18 +16,17 @@ import pytest
 from jax_cudnn import LibraryError, UnsupportedError, native, sdpa
 from jax_cudnn.choices import Trial
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, Target, from_json, to_json
+from jax_cudnn.graph import Graph, Target, from_json
 from jax_cudnn.lowering import cuda, decide, decision, devices, scoped
-from tests.attention.shared.features import FEATURES as ATTENTION
 from tests.attention.shared.oracle import SIZES, attention_graph, backward_graph
 from tests.common.planner import made_plan
 from tests.conftest import Draw
-from tests.plans.operation_features import FEATURES as OPERATIONS
+from tests.lowering.cuda_text import calls_in, check_call, text_of
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
+_Messages = Callable[[], list[str]]
 _ORDINAL = 3
 _WORKSPACE = 4321
-_TYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "bool": "i1", "i32": "i32"}
 _ALIGNED = {"d": 16, "e": 24}
 
 
@@ -69,94 +68,6 @@ def gpu(_no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
-# --- reading the text -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """One custom call: its target, attributes, operand and result types."""
-
-    target: str
-    graph: Graph
-    request: str
-    op: str
-    sm_version: int
-    cudnn_version: int
-    operands: list[str]
-    operand_types: list[str]
-    result_types: list[str]
-    layouts: list[str]
-
-
-_CALL = re.compile(
-    r"stablehlo\.custom_call @(?P<target>jax_cudnn\.\w+)\((?P<operands>[^)]*)\) "
-    r"\{.*?cudnn_version = (?P<cudnn>\d+) : i64, "
-    r'graph = "(?P<graph>[^"]*)", op = "(?P<op>[^"]*)", '
-    r'request = "(?P<request>[^"]*)", '
-    r"sm_version = (?P<sm>\d+) : i64\}, operand_layouts = \[(?P<layouts>.*?)\], "
-    r"result_layouts = \[(?P<more>.*?)\]\} : "
-    r"\((?P<types>[^)]*)\) -> \(?(?P<results>[^)\n]*)\)?"
-)
-
-
-def _text(function: Callable[..., Any], *args: Any, platform: str = "cuda") -> str:
-    # A function of its own, so that nothing lowered before is taken again.
-    fresh = jax.jit(lambda *args: function(*args))
-    lowered = fresh.trace(*args).lower(lowering_platforms=(platform,))
-    return lowered.as_text()
-
-
-def _calls(text: str) -> list[Call]:
-    found = []
-    for match in _CALL.finditer(text):
-        json = match["graph"].replace(r"\22", '"')
-        found.append(
-            Call(
-                target=match["target"],
-                graph=from_json(json),
-                request=match["request"],
-                op=match["op"],
-                sm_version=int(match["sm"]),
-                cudnn_version=int(match["cudnn"]),
-                operands=match["operands"].split(", "),
-                operand_types=match["types"].split(", "),
-                result_types=match["results"].split(", "),
-                layouts=re.findall(
-                    r"dense<(.*?)> ", f"{match['layouts']} {match['more']} "
-                ),
-            )
-        )
-        assert to_json(found[-1].graph) == json, "canonical text"
-    assert len(found) == text.count("stablehlo.custom_call @jax_cudnn")
-    return found
-
-
-def _types(graph: Graph, names: tuple[str, ...]) -> list[str]:
-    return [
-        f"tensor<{'x'.join(map(str, t.stored_shape))}x{_TYPES[t.dtype]}>"
-        for t in map(graph.tensor, names)
-    ]
-
-
-def _check_call(call: Call, workspace_bytes: int | None = None) -> None:
-    """Assert that operands, results and layouts are those that the graph names."""
-    assert call.request == ""
-    assert call.op == call.graph.nodes[0].kind
-    assert call.operand_types == _types(call.graph, call.graph.inputs)
-    results = _types(call.graph, call.graph.outputs)
-    if workspace_bytes is None:
-        assert call.target == "jax_cudnn.graph_scratch"
-        assert (call.sm_version, call.cudnn_version) == (0, 0)
-    else:
-        assert call.target == "jax_cudnn.graph"
-        assert (call.sm_version, call.cudnn_version) == (90, 91900)
-        results.append(f"tensor<{workspace_bytes}xui8>")
-    assert call.result_types == results
-    for layout in call.layouts:
-        axes = [int(axis) for axis in re.findall(r"\d+", layout)]
-        assert axes == sorted(axes, reverse=True), "row-major"
-
-
 def _operands(draw: Draw, dtype: Any = jnp.bfloat16, **sizes: int) -> list[jax.Array]:
     return [
         draw(axes, dtype, **{**_ALIGNED, **sizes}) for axes in ("bshd", "btkd", "btke")
@@ -167,13 +78,29 @@ def _loss(*operands: Any, **options: Any) -> jax.Array:
     return jnp.sum(sdpa(*operands, **options).astype(jnp.float32))
 
 
+_by_cudnn = functools.partial(sdpa, implementation="cudnn")
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> _Messages:
+    """Return a function that lists what was said, which is said at INFO."""
+    caplog.set_level(logging.INFO, "jax_cudnn")
+
+    def listed() -> list[str]:
+        records = [r for r in caplog.records if r.name == "jax_cudnn"]
+        assert all(r.levelno == logging.INFO for r in records)
+        return [r.getMessage() for r in records]
+
+    return listed
+
+
 # --- without a GPU --------------------------------------------------------------------
 
 
 def test_attention_is_one_call_and_nothing_else(draw: Draw) -> None:
-    text = _text(functools.partial(sdpa, is_causal=True), *_operands(draw))
-    (call,) = _calls(text)
-    _check_call(call)
+    text = text_of(functools.partial(sdpa, is_causal=True), *_operands(draw))
+    (call,) = calls_in(text)
+    check_call(call)
     assert set(call.graph.inputs) == {"query", "key", "value"}
     assert call.graph.outputs == ("output",)
     assert call.graph.tensor("query").dims == (2, 6, 5, 16)
@@ -186,8 +113,8 @@ def test_attention_is_one_call_and_nothing_else(draw: Draw) -> None:
 
 def test_a_residual_is_a_second_result_in_f32(draw: Draw) -> None:
     function = functools.partial(sdpa, return_residual=True)
-    (call,) = _calls(_text(function, *_operands(draw)))
-    _check_call(call)
+    (call,) = calls_in(text_of(function, *_operands(draw)))
+    check_call(call)
     assert call.result_types == ["tensor<2x5x6x24xbf16>", "tensor<2x6x5x1xf32>"]
 
 
@@ -196,15 +123,15 @@ def test_results_lie_behind_a_barrier_for_the_xla_that_repeats_calls(
     repeats: bool, monkeypatch: pytest.MonkeyPatch, draw: Draw
 ) -> None:
     monkeypatch.setattr(cuda, "_REPEATS_STACKED_CALLS", repeats)
-    text = _text(sdpa, *_operands(draw))
+    text = text_of(sdpa, *_operands(draw))
     assert ("optimization_barrier" in text) == repeats
 
 
 def test_a_gradient_is_two_calls(draw: Draw) -> None:
-    text = _text(jax.grad(_loss, argnums=(0, 1, 2)), *_operands(draw, jnp.float16))
-    forward, backward = _calls(text)
-    _check_call(forward)
-    _check_call(backward)
+    text = text_of(jax.grad(_loss, argnums=(0, 1, 2)), *_operands(draw, jnp.float16))
+    forward, backward = calls_in(text)
+    check_call(forward)
+    check_call(backward)
     assert (forward.op, backward.op) == ("sdpa", "sdpa_backward")
     # What the second one reads of the first is what the first one made.
     by_role = dict(zip(backward.graph.inputs, backward.operands, strict=True))
@@ -224,57 +151,55 @@ def test_a_jitted_call_inside_a_program_is_named_in_profiles(draw: Draw) -> None
 def test_auto_and_cudnn_make_the_same_program(implementation: Any, draw: Draw) -> None:
     operands = _operands(draw)
     function = functools.partial(sdpa, implementation=implementation)
-    assert _text(function, *operands) == _text(sdpa, *operands)
+    assert text_of(function, *operands) == text_of(sdpa, *operands)
 
 
-def test_xla_makes_no_call(draw: Draw, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
+def test_xla_makes_no_call(draw: Draw, messages: _Messages) -> None:
     function = functools.partial(_loss, implementation="xla")
-    assert not _calls(_text(jax.grad(function), *_operands(draw)))
-    assert not caplog.records
+    assert not calls_in(text_of(jax.grad(function), *_operands(draw)))
+    assert not messages()
 
 
 def test_other_platforms_make_no_call(draw: Draw) -> None:
     function = functools.partial(_loss, implementation="cudnn")
     for platform in ("cpu", "tpu", "rocm"):
-        text = _text(jax.grad(function), *_operands(draw), platform=platform)
+        text = text_of(jax.grad(function), *_operands(draw), platform=platform)
         assert "jax_cudnn" not in text
 
 
 def test_forward_mode_calls_cudnn_for_the_value_only(draw: Draw) -> None:
-    text = _text(lambda *x: jax.jvp(sdpa, x, x), *_operands(draw))
-    (call,) = _calls(text)
+    text = text_of(lambda *x: jax.jvp(sdpa, x, x), *_operands(draw))
+    (call,) = calls_in(text)
     assert call.op == "sdpa"
     assert "stablehlo.dot_general" in text
 
 
 def test_vmap_makes_one_call_with_a_larger_batch(draw: Draw) -> None:
     operands = [jnp.stack([x] * 7) for x in _operands(draw)]
-    forward, backward = _calls(_text(jax.vmap(jax.grad(_loss)), *operands))
-    _check_call(forward)
-    _check_call(backward)
+    forward, backward = calls_in(text_of(jax.vmap(jax.grad(_loss)), *operands))
+    check_call(forward)
+    check_call(backward)
     assert forward.graph.tensor("query").dims == (14, 6, 5, 16)
 
 
 @pytest.mark.parametrize("axis", ["b", "s", "t", "e"])
 def test_empty_tensors_never_reach_cudnn(
-    axis: str, draw: Draw, caplog: pytest.LogCaptureFixture
+    axis: str, draw: Draw, messages: _Messages
 ) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
     function = functools.partial(_loss, implementation="cudnn")
-    text = _text(jax.grad(function), *_operands(draw, **{axis: 0}))
-    assert not _calls(text)
-    assert not caplog.records
+    text = text_of(jax.grad(function), *_operands(draw, **{axis: 0}))
+    assert not calls_in(text)
+    assert not messages()
 
 
 # --- what is added around the call ----------------------------------------------------
 
 
 def test_head_size_77_is_padded_to_80_and_cut_again(draw: Draw) -> None:
-    text = _text(jax.value_and_grad(_loss), *_operands(draw, d=77, e=77))
-    forward, backward = _calls(text)
-    _check_call(forward)
-    _check_call(backward)
+    text = text_of(jax.value_and_grad(_loss), *_operands(draw, d=77, e=77))
+    forward, backward = calls_in(text)
+    check_call(forward)
+    check_call(backward)
     assert forward.result_types[0] == "tensor<2x5x6x80xbf16>"
     assert backward.graph.tensor("grad_query").dims == (2, 6, 5, 80)
     assert "stablehlo.pad" in text
@@ -285,8 +210,8 @@ def test_head_size_77_is_padded_to_80_and_cut_again(draw: Draw) -> None:
 
 def test_a_mask_becomes_a_bias(draw: Draw) -> None:
     mask = draw("b1st") > 0
-    (call,) = _calls(_text(functools.partial(sdpa, mask=mask), *_operands(draw)))
-    _check_call(call)
+    (call,) = calls_in(text_of(functools.partial(sdpa, mask=mask), *_operands(draw)))
+    check_call(call)
     assert set(call.graph.inputs) == {"query", "key", "value", "bias"}
     bias = call.graph.tensor("bias")
     assert (bias.dims, bias.dtype) == ((2, 1, 5, 7), "bf16")
@@ -310,24 +235,25 @@ def test_a_gradient_with_a_bias_is_lowered_inside_shard_map(
     def loss(*operands: jax.Array) -> jax.Array:
         return jnp.sum(function(*operands).astype(jnp.float32))
 
-    text = _text(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
-    forward, backward = _calls(text)
-    _check_call(forward)
-    _check_call(backward)
+    text = text_of(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
+    forward, backward = calls_in(text)
+    check_call(forward)
+    check_call(backward)
     assert "stablehlo.while" in text
 
 
 def test_one_length_brings_the_other(draw: Draw) -> None:
     lengths = jnp.array([3, 6], jnp.int32)
     function = functools.partial(sdpa, key_value_seq_lengths=lengths)
-    (call,) = _calls(_text(function, *_operands(draw)))
-    _check_call(call)
+    (call,) = calls_in(text_of(function, *_operands(draw)))
+    check_call(call)
     assert {"query_lengths", "key_lengths"} <= set(call.graph.inputs)
 
 
 # --- refusals -------------------------------------------------------------------------
 
 _SUMMARY = "sdpa(query f32[2, 5, 6, 16], key f32[2, 7, 3, 16], value f32[2, 7, 3, 24])"
+_IN_BF16 = _SUMMARY.replace("f32", "bf16")
 _SLOW = (
     "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
     'tokens) and has no gradient; implementation="cudnn" uses it, in memory that does '
@@ -339,48 +265,36 @@ _ADVICE = (
 )
 
 
-def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = [r for r in caplog.records if r.name == "jax_cudnn"]
-    assert all(r.levelno == logging.INFO for r in records)
-    return [r.getMessage() for r in records]
-
-
 def test_auto_runs_f32_with_xla_and_says_so_once(
-    draw: Draw, caplog: pytest.LogCaptureFixture
+    draw: Draw, messages: _Messages
 ) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
     for _ in range(2):
-        assert not _calls(_text(sdpa, *_operands(draw, jnp.float32)))
-    assert _messages(caplog) == [f"{_SUMMARY} runs with XLA: {_SLOW}"]
+        assert not calls_in(text_of(sdpa, *_operands(draw, jnp.float32)))
+    assert messages() == [f"{_SUMMARY} runs with XLA: {_SLOW}"]
 
 
 def test_a_program_that_is_only_timed_says_nothing(
-    draw: Draw, caplog: pytest.LogCaptureFixture
+    draw: Draw, messages: _Messages
 ) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
     with scoped(trial=Trial({})):
-        assert not _calls(_text(sdpa, *_operands(draw, jnp.float32)))
-    assert _messages(caplog) == []
+        assert not calls_in(text_of(sdpa, *_operands(draw, jnp.float32)))
+    assert messages() == []
 
 
-def test_auto_says_so_again_for_another_shape(
-    draw: Draw, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "jax_cudnn")
+def test_auto_says_so_again_for_another_shape(draw: Draw, messages: _Messages) -> None:
     for t in (7, 11):
-        _text(sdpa, *_operands(draw, jnp.float32, t=t))
-    assert len(_messages(caplog)) == 2
+        text_of(sdpa, *_operands(draw, jnp.float32, t=t))
+    assert len(messages()) == 2
 
 
 def test_cudnn_runs_f32_forward_and_refuses_its_gradient(draw: Draw) -> None:
     operands = _operands(draw, jnp.float32)
-    function = functools.partial(sdpa, implementation="cudnn")
-    (call,) = _calls(_text(function, *operands))
-    _check_call(call)
+    (call,) = calls_in(text_of(_by_cudnn, *operands))
+    check_call(call)
     assert call.graph.tensor("query").dtype == "f32"
     gradient = jax.grad(functools.partial(_loss, implementation="cudnn"))
     with pytest.raises(UnsupportedError) as caught:
-        _text(gradient, *operands)
+        text_of(gradient, *operands)
     assert caught.value.reasons == (
         "query is f32; cuDNN's sdpa_backward takes bf16, f16",
     )
@@ -388,9 +302,8 @@ def test_cudnn_runs_f32_forward_and_refuses_its_gradient(draw: Draw) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_cudnn_refuses_f64_with_all_that_helps(draw: Draw) -> None:
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(UnsupportedError) as caught:
-        _text(function, *_operands(draw, jnp.float64))
+        text_of(_by_cudnn, *_operands(draw, jnp.float64))
     reason = "query is f64; cuDNN's sdpa takes bf16, f16, f32"
     assert str(caught.value) == (
         f"cuDNN cannot run {_SUMMARY.replace('f32', 'f64')} here:\n  - {reason}\n"
@@ -404,9 +317,9 @@ def test_cudnn_refuses_f64_with_all_that_helps(draw: Draw) -> None:
 
 
 def test_a_plan_gives_the_call_its_workspace(gpu: FakeGpu, draw: Draw) -> None:
-    text = _text(sdpa, *_operands(draw))
-    (call,) = _calls(text)
-    _check_call(call, _WORKSPACE)
+    text = text_of(sdpa, *_operands(draw))
+    (call,) = calls_in(text)
+    check_call(call, _WORKSPACE)
     assert gpu.asked == [(call.graph, _ORDINAL)]
     # The workspace is nobody's result.
     (signature,) = re.findall(r"func public @main\(.*\) -> (.*) \{\n", text)
@@ -416,22 +329,22 @@ def test_a_plan_gives_the_call_its_workspace(gpu: FakeGpu, draw: Draw) -> None:
 
 def test_a_plan_without_workspace_has_an_empty_one(gpu: FakeGpu, draw: Draw) -> None:
     gpu.answer = lambda _: 0
-    (call,) = _calls(_text(sdpa, *_operands(draw)))
-    _check_call(call, 0)
+    (call,) = calls_in(text_of(sdpa, *_operands(draw)))
+    check_call(call, 0)
 
 
 def test_each_graph_of_a_gradient_has_its_own_workspace(
     gpu: FakeGpu, draw: Draw
 ) -> None:
     gpu.answer = lambda graph: 10 * len(graph.inputs)
-    forward, backward = _calls(_text(jax.grad(_loss), *_operands(draw)))
-    _check_call(forward, 30)
-    _check_call(backward, 60)
+    forward, backward = calls_in(text_of(jax.grad(_loss), *_operands(draw)))
+    check_call(forward, 30)
+    check_call(backward, 60)
 
 
 def test_a_graph_is_planned_once(gpu: FakeGpu, draw: Draw) -> None:
     for _ in range(2):
-        _text(sdpa, *_operands(draw))
+        text_of(sdpa, *_operands(draw))
     assert len(gpu.asked) == 1
 
 
@@ -444,35 +357,28 @@ def _refuse(*reasons: str) -> Callable[[Graph], int]:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        (("engine 8: too wide", "engine 9: too old"), None),
-        ((), ("cuDNN has no plan",)),
-    ],
+    [(("engine 8: too wide", "engine 9: too old"), None), ((), ("cuDNN has no plan",))],
 )
 def test_auto_falls_back_where_cudnn_has_no_plan(
     given: tuple[str, ...],
     expected: tuple[str, ...] | None,
     gpu: FakeGpu,
     draw: Draw,
-    caplog: pytest.LogCaptureFixture,
+    messages: _Messages,
 ) -> None:
     gpu.answer = _refuse(*given)
-    caplog.set_level(logging.INFO, "jax_cudnn")
-    assert not _calls(_text(sdpa, *_operands(draw)))
-    (message,) = _messages(caplog)
-    summary = _SUMMARY.replace("f32", "bf16")
+    assert not calls_in(text_of(sdpa, *_operands(draw)))
+    (message,) = messages()
     reasons = "; ".join(expected or given)
-    assert message == f"{summary} runs with XLA: {reasons}"
+    assert message == f"{_IN_BF16} runs with XLA: {reasons}"
 
 
 def test_cudnn_raises_with_cudnns_own_reasons(gpu: FakeGpu, draw: Draw) -> None:
     gpu.answer = _refuse("engine 8: too wide")
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(UnsupportedError) as caught:
-        _text(function, *_operands(draw))
-    summary = _SUMMARY.replace("f32", "bf16")
+        text_of(_by_cudnn, *_operands(draw))
     assert str(caught.value).startswith(
-        f"cuDNN cannot run {summary} here:\n  - engine 8: too wide"
+        f"cuDNN cannot run {_IN_BF16} here:\n  - engine 8: too wide"
     )
 
 
@@ -480,9 +386,8 @@ def test_limits_of_the_gpu_are_refused_without_asking_cudnn(
     gpu: FakeGpu, draw: Draw
 ) -> None:
     gpu.target = dataclasses.replace(_HOPPER, name="Tesla T4", sm_version=75)
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(UnsupportedError) as caught:
-        _text(function, *_operands(draw))
+        text_of(_by_cudnn, *_operands(draw))
     assert caught.value.reasons == (
         "Tesla T4 is sm_75; cuDNN's attention needs sm_80 (Ampere) or newer",
     )
@@ -503,10 +408,10 @@ def test_a_bias_gradient_without_plan_leaves_the_rest_to_cudnn(
     gpu.answer = _refuse_bias_gradient
     operands = (*_operands(draw), draw("1hst", jnp.bfloat16))
     loss = functools.partial(_loss, implementation=implementation)
-    text = _text(jax.grad(loss, argnums=(0, 3)), *operands)
-    forward, backward = _calls(text)
-    _check_call(forward, _WORKSPACE)
-    _check_call(backward, _WORKSPACE)
+    text = text_of(jax.grad(loss, argnums=(0, 3)), *operands)
+    forward, backward = calls_in(text)
+    check_call(forward, _WORKSPACE)
+    check_call(backward, _WORKSPACE)
     assert set(backward.graph.outputs) == {"grad_query", "grad_key", "grad_value"}
     assert "bias" in backward.graph.inputs
     assert "stablehlo.dot_general" in text
@@ -517,8 +422,8 @@ def test_a_bias_gradient_without_plan_leaves_the_rest_to_cudnn(
 @pytest.mark.usefixtures("without_rules")
 def test_a_bias_gradient_with_a_plan_is_cudnns(gpu: FakeGpu, draw: Draw) -> None:
     operands = (*_operands(draw), draw("1hst", jnp.bfloat16))
-    text = _text(jax.grad(_loss, argnums=3), *operands)
-    _, backward = _calls(text)
+    text = text_of(jax.grad(_loss, argnums=3), *operands)
+    _, backward = calls_in(text)
     assert "grad_bias" in backward.graph.outputs
     # Those of the loop for rows far from 0; dbias by the reference has two more.
     assert text.count("stablehlo.dot_general") == 5
@@ -527,33 +432,24 @@ def test_a_bias_gradient_with_a_plan_is_cudnns(gpu: FakeGpu, draw: Draw) -> None
 @pytest.mark.usefixtures("without_rules")
 def test_without_a_gpu_the_first_candidate_is_called(draw: Draw) -> None:
     operands = (*_operands(draw), draw("1hst", jnp.bfloat16))
-    _, backward = _calls(_text(jax.grad(_loss, argnums=3), *operands))
-    _check_call(backward)
+    _, backward = calls_in(text_of(jax.grad(_loss, argnums=3), *operands))
+    check_call(backward)
     assert "grad_bias" in backward.graph.outputs
-
-
-# --- a broken library -----------------------------------------------------------------
 
 
 def _no_library(graph: Graph) -> int:
     raise LibraryError("libcudnn.so.9 is missing")
 
 
-def test_auto_runs_with_xla_where_the_library_is_missing(
-    gpu: FakeGpu, draw: Draw, caplog: pytest.LogCaptureFixture
+def test_a_missing_library_leaves_auto_to_xla_and_is_an_error_of_cudnn(
+    gpu: FakeGpu, draw: Draw, messages: _Messages
 ) -> None:
     gpu.answer = _no_library
-    caplog.set_level(logging.INFO, "jax_cudnn")
-    assert not _calls(_text(sdpa, *_operands(draw)))
-    (message,) = _messages(caplog)
+    assert not calls_in(text_of(sdpa, *_operands(draw)))
+    (message,) = messages()
     assert message.endswith(" runs with XLA: libcudnn.so.9 is missing")
-
-
-def test_cudnn_raises_where_the_library_is_missing(gpu: FakeGpu, draw: Draw) -> None:
-    gpu.answer = _no_library
-    function = functools.partial(sdpa, implementation="cudnn")
     with pytest.raises(LibraryError, match=r"^libcudnn\.so\.9 is missing$"):
-        _text(function, *_operands(draw))
+        text_of(_by_cudnn, *_operands(draw))
 
 
 def test_a_gpu_that_cannot_be_described_counts_as_a_missing_library(
@@ -563,9 +459,9 @@ def test_a_gpu_that_cannot_be_described_counts_as_a_missing_library(
         raise LibraryError("the driver is too old")
 
     monkeypatch.setattr(devices, "local_target", broken)
-    assert not _calls(_text(sdpa, *_operands(draw)))
+    assert not calls_in(text_of(sdpa, *_operands(draw)))
     with pytest.raises(LibraryError, match=r"^the driver is too old$"):
-        _text(functools.partial(sdpa, implementation="cudnn"), *_operands(draw))
+        text_of(_by_cudnn, *_operands(draw))
 
 
 # --- decisions ------------------------------------------------------------------------
@@ -597,24 +493,3 @@ def test_a_decision_keeps_the_reasons_of_candidates_before_it(gpu: FakeGpu) -> N
     (step,) = decision.steps
     assert step.rewrite is not None
     assert len(step.rewrite.notes) == 1
-
-
-_FEATURES = {each.key: each for each in (*ATTENTION, *OPERATIONS)}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("key", _FEATURES)
-def test_programs_are_written_where_jax_makes_64_bit_arrays(
-    key: str, x64: None
-) -> None:
-    """A Python number beside an array of f32 is then no f32."""
-    del x64
-    feature = _FEATURES[key]
-    calls = [(feature.call, feature.operands)]
-    if feature.trained:
-        operands = (feature.cotangent(), *feature.operands)
-        calls.append((feature.gradient(), operands))
-    for function, operands in calls:
-        traced = jax.jit(function).trace(*operands)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert "stablehlo" in text

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.attention.shared.random_attentions import Judged, worst_ratio
+from tests.common.judged import Judged, worst_ratio
 from tests.lowering.operation_problems import Problem
 from tests.lowering.random_operations import FAMILIES, Family, draw_problem
 from tests.norms import problems as norms

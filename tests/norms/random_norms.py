@@ -18,7 +18,7 @@ import numpy as np
 import jax_cudnn
 from jax_cudnn import f8
 from jax_cudnn.config import Implementation
-from tests.attention.shared.random_attentions import Judged
+from tests.common.judged import Judged
 from tests.common.random_draws import FLOATS, Draw, options_text
 from tests.lowering.operation_problems import (
     SUMS,

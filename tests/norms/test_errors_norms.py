@@ -109,6 +109,12 @@ def _batch(**options: Any) -> Any:
             ValueError,
             r"channel_axis=0 is among batch_axes=0 of f32\[2,5,6\]",
         ),
+        (
+            _group(batch_axes=()),
+            TypeError,
+            r"batch_axes=\(\). It must be an int or a sequence of ints, one or more, "
+            r"which name axes of x. Pass for example 0, or \(-2, -1\).",
+        ),
         (_group(scale=jnp.ones(3)), ValueError, "one for each channel of f32"),
         (
             lambda: jax_cudnn.adaptive_layer_norm(jnp.ones(4)),

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the norms against NumPy in float64, and against Flax."""
+"""Tests the norms against NumPy in float64. Flax's are in tests/flax."""
 
 import functools
-import itertools
 import re
 from typing import Any
 
@@ -10,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
-from jax.test_util import check_grads
 
 import jax_cudnn
 from tests.common import drawn
 from tests.norms.calls import CALLS, Call, operands
-from tests.norms.problems import gradients, truth
+from tests.norms.problems import truth
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _EACH = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
 _WITH_A_MEAN = {name: call for name, call in CALLS.items() if call.is_centred}
 _CENTRED = pytest.mark.parametrize("call", _WITH_A_MEAN.values(), ids=_WITH_A_MEAN)
 # A rounding of a value of the output's size, and of the f32 arithmetic before.
@@ -276,63 +274,6 @@ def test_single_elements() -> None:
     assert not jax_cudnn.group_norm(ones, groups=1).any()
 
 
-# --- Flax -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_layer_norm_is_flaxs(dtype: str, is_fast: bool) -> None:
-    x, scale, bias = operands(CALLS["layer"], dtype=dtype)
-    layer = nnx.LayerNorm(7, use_fast_variance=is_fast, dtype=dtype, rngs=nnx.Rngs(0))
-    layer.scale[...], layer.bias[...] = (v.astype(jnp.float32) for v in (scale, bias))
-    got = jax_cudnn.layer_norm(x, scale, bias)
-    with jax.numpy_dtype_promotion("standard"):
-        want = layer(x)
-    tolerance = 2e-2 if dtype == "bfloat16" else 2e-5
-    np.testing.assert_allclose(
-        *(np.asarray(v, np.float32) for v in (got, want)), atol=tolerance
-    )
-
-
-def test_rms_norm_is_flaxs() -> None:
-    x, scale, _ = operands(CALLS["rms"])
-    layer = nnx.RMSNorm(7, rngs=nnx.Rngs(0))
-    layer.scale[...] = scale
-    np.testing.assert_allclose(jax_cudnn.rms_norm(x, scale), layer(x), atol=1e-6)
-
-
-def test_group_norm_is_flaxs() -> None:
-    x, scale, bias = operands(CALLS["group"])
-    layer = nnx.GroupNorm(6, 3, rngs=nnx.Rngs(0))
-    layer.scale[...], layer.bias[...] = scale, bias
-    got = jax_cudnn.group_norm(x, scale, bias, groups=3)
-    np.testing.assert_allclose(got, layer(x), atol=1e-5)
-
-
-def test_instance_norm_is_linens() -> None:
-    x, scale, bias = operands(CALLS["instance"])
-    layer = linen.InstanceNorm()
-    want = layer.apply({"params": {"scale": scale, "bias": bias}}, x)
-    got = jax_cudnn.instance_norm(x, scale, bias)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-def test_batch_norm_is_flaxs() -> None:
-    x, scale, bias = operands(CALLS["batch"])
-    layer = nnx.BatchNorm(7, momentum=0.9, use_running_average=False, rngs=nnx.Rngs(0))
-    layer.scale[...], layer.bias[...] = scale, bias
-    running = layer.mean[...] + 0.5, layer.var[...] * 2
-    layer.mean[...], layer.var[...] = running
-    want = layer(x)
-    got, *new = jax_cudnn.batch_norm(x, scale, bias, *running, momentum=0.9)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    np.testing.assert_allclose(new[0], layer.mean[...], atol=1e-6)
-    np.testing.assert_allclose(new[1], layer.var[...], atol=1e-6)
-    layer.eval()
-    got = jax_cudnn.batch_norm(x, scale, bias, *new, use_running_average=True)
-    np.testing.assert_allclose(got, layer(x), atol=1e-5)
-
-
 # --- running values of batch norm -----------------------------------------------------
 
 
@@ -462,122 +403,6 @@ def test_groups_that_are_no_partition_of_the_axis_are_refused(groups: Any) -> No
         jax.vmap(run, axis_name="i")(jnp.ones((4, 5, 3)))
 
 
-# --- many positions, which are summed in blocks ---------------------------------------
-
-
-def _of_many(
-    x: Any, scale: Any, bias: Any, groups: int, is_first: bool, dtype: Any = None
-) -> Any:
-    axis = 1 if is_first else -1
-    return jax_cudnn.group_norm(
-        x,
-        scale,
-        bias,
-        groups=groups,
-        channel_axis=axis,
-        preferred_element_type=dtype,
-    )
-
-
-@pytest.mark.parametrize("positions", [(32, 32), (8, 256), (33, 32)])
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("groups", [2, 6])
-def test_many_positions_match_float64(
-    positions: tuple[int, int], is_first: bool, groups: int
-) -> None:
-    rng = np.random.default_rng(sum(positions))
-    n, c = 3, 6
-    x, cotangent = 1.5 * rng.standard_normal((2, n, c, *positions)).astype("f4") + 20
-    cotangent -= 20
-    scale, bias = rng.standard_normal((2, c)).astype("f4")
-    split = (n, groups, c // groups, np.prod(positions))
-
-    def shaped(x: Any) -> Any:
-        return x if is_first else jnp.moveaxis(x, 1, -1)
-
-    @jax.jit
-    def run(x: Any, scale: Any, bias: Any) -> Any:
-        return _of_many(x, scale, bias, groups, is_first)
-
-    factors = [v.reshape(1, groups, c // groups, 1) for v in (scale, bias)]
-    options: Any = {"axes": (2, 3), "epsilon": 1e-6}
-    want = truth(x.reshape(split), *factors, **options)["output"]
-    got, pull = jax.vjp(run, shaped(x), scale, bias)
-    np.testing.assert_allclose(got, shaped(want.reshape(x.shape)), rtol=1e-4, atol=1e-4)
-    grads = gradients(
-        x.reshape(split),
-        cotangent.reshape(split),
-        factors[0],
-        along=(1, 2),
-        **options,
-    )
-    grad_x, grad_scale, grad_bias = pull(shaped(jnp.asarray(cotangent)))
-    wanted = shaped(grads["x"].reshape(x.shape))
-    np.testing.assert_allclose(grad_x, wanted, rtol=1e-3, atol=1e-3)
-    for got, name in ((grad_scale, "scale"), (grad_bias, "bias")):
-        np.testing.assert_allclose(got, grads[name].ravel(), rtol=1e-3, atol=1e-2)
-    # One image by itself, whatever is in the others.
-    spoilt = jnp.asarray(x).at[0].set(jnp.nan)
-    np.testing.assert_array_equal(
-        run(shaped(spoilt), scale, bias)[1:], run(shaped(x), scale, bias)[1:]
-    )
-
-
-def test_many_positions_have_both_modes_vmap_and_second_derivatives() -> None:
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(2)
-        x, along = rng.standard_normal((2, 2, 32, 32, 4))
-        scale, bias = rng.standard_normal((2, 4))
-
-        @jax.jit
-        def loss(x: Any, scale: Any) -> Any:
-            return jnp.sum(_of_many(x, scale, bias, 2, is_first=False) ** 3)
-
-        step = 1e-5
-        _, slope = jax.jvp(loss, (x, scale), (along, scale))
-        wide = loss(x + step * along, scale * (1 + step))
-        narrow = loss(x - step * along, scale * (1 - step))
-        np.testing.assert_allclose(slope, (wide - narrow) / (2 * step), rtol=1e-6)
-        grads = jax.grad(loss, (0, 1))(x, scale)
-        total = jnp.vdot(grads[0], along) + jnp.vdot(grads[1], scale)
-        np.testing.assert_allclose(slope, total, rtol=1e-9)
-        grad = jax.jit(jax.grad(loss))
-        _, curved = jax.jvp(grad, (x, scale), (along, scale))
-        change = grad(x + step * along, scale * (1 + step))
-        change -= grad(x - step * along, scale * (1 - step))
-        np.testing.assert_allclose(curved, change / (2 * step), rtol=1e-4, atol=1e-6)
-        many = jax.vmap(grad, (0, None))(jnp.stack([x, along]), scale)
-        np.testing.assert_allclose(many[1], grad(along, scale), rtol=1e-9, atol=1e-12)
-
-
-def test_groups_of_more_elements_than_i32_has_numbers() -> None:
-    x = jax.ShapeDtypeStruct((1, 1, 2**10, 2**22), jnp.bfloat16)
-
-    def run(x: Any) -> Any:
-        y = _of_many(x, None, None, 1, is_first=True)
-        return jnp.sum(y, dtype=jnp.float32)
-
-    for function in (run, jax.grad(run)):
-        jax.jit(function).lower(x)
-
-
-@pytest.mark.parametrize("shape", ["2, s, 32, 4", "2, s, s, 4", "s, 32, 32, 4"])
-def test_positions_may_be_symbolic(shape: str) -> None:
-    x = jnp.asarray(
-        np.asarray(np.random.default_rng(0).standard_normal((2, 32, 32, 4)), "f4")
-    )
-    if shape.startswith("s"):
-        x = jnp.concatenate([x] * 16)
-
-    @jax.jit
-    def gradient(x: Any) -> Any:
-        return jax.grad(lambda x: jnp.sum(_of_many(x, None, None, 2, False) ** 3))(x)
-
-    given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), x.dtype)
-    exported = jax.export.export(gradient)(given)
-    np.testing.assert_allclose(exported.call(x), gradient(x), rtol=1e-4, atol=1e-4)
-
-
 # --- symbolic sizes -------------------------------------------------------------------
 
 
@@ -599,196 +424,6 @@ def test_symbolic_sizes_are_xlas(call: Call) -> None:
     got = exported.call(x, scale, bias)
     np.testing.assert_allclose(got, call.run(x, scale, bias), rtol=1e-5, atol=1e-5)
     with pytest.raises(jax_cudnn.UnsupportedError, match="symbolic dimensions"):
-        jax.export.export(
-            jax.jit(lambda *a: call.run(*a, implementation="cudnn")),
-        )(jax.ShapeDtypeStruct(shape, x.dtype), scale, bias)
-
-
-# Those whose kernel may add a residual.
-_ROWS = pytest.mark.parametrize(
-    "call",
-    [call for name, call in CALLS.items() if name.startswith(("layer", "rms"))],
-    ids=[name for name in CALLS if name.startswith(("layer", "rms"))],
-)
-
-# --- transformations ------------------------------------------------------------------
-
-_TWICE = [CALLS[name] for name in ("layer", "rms", "adaptive", "group", "batch")]
-
-
-@_EACH
-def test_derivatives_agree_in_both_modes_and_twice(call: Call) -> None:
-    with jax.enable_x64(True):
-        x, scale, bias = operands(call, dtype=np.float64)
-        other = operands(call, 1, np.float64)[0] / 4
-
-        @jax.jit
-        def run(x: Any, scale: Any, bias: Any, other: Any) -> Any:
-            return call.run(
-                x,
-                scale,
-                bias,
-                residual=other,
-                activation="tanh",
-                return_statistics=True,
-            )
-
-        order = 2 if call in _TWICE else 1
-        check_grads(run, (x, scale, bias, other), order=order, modes=("fwd", "rev"))
-
-
-@_EACH
-def test_the_gradient_of_bf16_is_near_that_of_f64(call: Call) -> None:
-    arrays = operands(call, dtype=jnp.bfloat16)
-
-    def run(*arrays: Any) -> Any:
-        output, *more = call.run(*arrays, return_statistics=True)
-        wide = output.astype(more[0].dtype)
-        return sum(jnp.sum(jnp.sin(each)) for each in (wide, *more))
-
-    got = jax.grad(run, argnums=(0, 1, 2))(*arrays)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        want = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(*wide)
-    for one, two in zip(got, want, strict=True):
-        assert one.dtype == jnp.bfloat16
-        two = np.asarray(two)
-        error = np.linalg.norm(np.asarray(one, np.float64) - two)
-        assert error <= 2e-2 * np.linalg.norm(two)
-
-
-@_ROWS
-def test_the_gradient_of_the_sum_alone_is_that_of_a_sum(call: Call) -> None:
-    """Whatever the norm is: NaN of a row that is constant or not finite stays there."""
-    x, scale, _ = operands(call)
-    x = jnp.zeros_like(x).at[(0,) * x.ndim].set(jnp.inf)
-    other = jnp.ones_like(x)
-    cotangent = operands(call, 1)[0]
-
-    def total(x: Any, other: Any, scale: Any) -> Any:
-        return call.run(x, scale, residual=other, epsilon=0.0)[1]
-
-    _, pull = jax.vjp(total, x, other, scale)
-    for grad in pull(cotangent)[:2]:
-        np.testing.assert_array_equal(grad, cotangent)
-    np.testing.assert_array_equal(pull(cotangent)[2], jnp.zeros_like(scale))
-    text = str(
-        jax.make_jaxpr(lambda *args: jax.vjp(total, *args)[1](cotangent))(
-            x, other, scale
+        jax.export.export(jax.jit(lambda *a: call.run(*a, implementation="cudnn")))(
+            jax.ShapeDtypeStruct(shape, x.dtype), scale, bias
         )
-    )
-    assert "_backward" not in text
-
-
-@_ROWS
-def test_only_the_sum_is_kept_for_the_gradient(call: Call) -> None:
-    x, scale, bias = operands(call)
-
-    def run(x: Any, other: Any, scale: Any, bias: Any) -> Any:
-        return call.run(x * 2, scale, bias, residual=other * 3)
-
-    _, pull = jax.vjp(run, x, x, scale, bias)
-    kept = {id(each): each for each in jax.tree.leaves(pull)}
-    large = [each for each in kept.values() if getattr(each, "size", 0) == x.size]
-    has_large_factors = scale.size == x.size
-    assert len(large) <= 1 + 2 * has_large_factors
-
-
-_SUBSETS = [s for s in itertools.product((False, True), repeat=6) if any(s)]
-
-
-def _with_derivatives(
-    call: Call,
-    x: Any,
-    scale: Any,
-    bias: Any,
-    cotangent: Any,
-    residual: Any,
-    of_sum: Any,
-) -> Any:
-    """Return results, gradients for cotangents, and the derivative along one.
-
-    ``of_sum`` is the cotangent of the sum with the residual.
-    """
-
-    def run(x: Any, scale: Any, bias: Any, residual: Any) -> Any:
-        return call.run(x, scale, bias, residual=residual, return_statistics=True)
-
-    output, pull = jax.vjp(run, x, scale, bias, residual)
-    more = [jnp.ones_like(each) for each in output[2:]]
-    moved = jax.jvp(lambda x: run(x, scale, bias, residual), (x,), (cotangent,))
-    return output, pull((cotangent, of_sum, *more)), moved
-
-
-@_EACH
-@pytest.mark.parametrize("seed", range(2))
-def test_vmap_of_any_operands_and_cotangents(call: Call, seed: int) -> None:
-    """Examples of random subsets, on random axes, against a loop over them."""
-    rng = np.random.default_rng(seed)
-    run = jax.jit(functools.partial(_with_derivatives, call))
-    for _ in range(2):
-        batched = _SUBSETS[rng.integers(len(_SUBSETS))]
-        full = [*operands(call, seed)]
-        full += [operands(call, seed + more)[0] for more in (9, 10, 11)]
-        axes = [
-            int(rng.integers(x.ndim + 1)) if is_in else None
-            for x, is_in in zip(full, batched, strict=True)
-        ]
-        examples = [
-            x if axis is None else jnp.stack([x, x * 2 + 1, 3 - x], axis)
-            for x, axis in zip(full, axes, strict=True)
-        ]
-        got = jax.tree.leaves(jax.jit(jax.vmap(run, in_axes=axes))(*examples))
-        for i in range(3):
-            one = [
-                x if axis is None else jnp.take(x, i, axis)
-                for x, axis in zip(examples, axes, strict=True)
-            ]
-            for a, b in zip(got, jax.tree.leaves(run(*one)), strict=True):
-                scale = float(jnp.max(jnp.abs(b)))
-                np.testing.assert_allclose(a[i], b, rtol=2e-5, atol=2e-5 * scale + 1e-6)
-
-
-def test_examples_share_a_kernel() -> None:
-    """Of x they fold into rows, and where all has examples into groups or channels."""
-    for name, axes, is_one in (
-        ("layer", (0, None, None), True),
-        ("layer", (0, 0, None), False),
-        ("rms", (0, None, None), True),
-        ("adaptive", (0, 0, 0), True),
-        ("group", (0, None, None), True),
-        ("group", (0, 0, 0), True),
-        ("instance", (0, 0, None), True),
-        ("batch", (0, 0, 0), True),
-        ("batch", (0, None, None), True),
-    ):
-        call = CALLS[name]
-        examples = [
-            x if axis is None else jnp.stack([x] * 3)
-            for x, axis in zip(operands(call), axes, strict=True)
-        ]
-        text = str(jax.make_jaxpr(jax.vmap(call.run, in_axes=axes))(*examples))
-        assert (text.count("cudnn_graph[") == 1) == is_one, name
-
-
-def test_the_gradient_is_two_graphs() -> None:
-    for name, call in CALLS.items():
-
-        def loss(*arrays: Any, call: Call = call) -> jax.Array:
-            return jnp.sum(call.run(*arrays) ** 2)
-
-        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*operands(call))
-        assert str(jaxpr).count("cudnn_graph[") == 2, name
-
-
-def test_remat_keeps_the_statistics_by_name() -> None:
-    call = CALLS["layer"]
-    x, scale, bias = operands(call)
-    names = ("cudnn_layer_norm_mean", "cudnn_layer_norm_rstd")
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    run = jax.checkpoint(lambda x: call.run(x, scale, bias), policy=policy)
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(run(x) ** 2)))(x))
-    assert all(name in jaxpr for name in names)
-    want = jax.grad(lambda x: jnp.sum(call.run(x, scale, bias) ** 2))(x)
-    got = jax.grad(lambda x: jnp.sum(run(x) ** 2))(x)
-    np.testing.assert_allclose(got, want, rtol=1e-6)

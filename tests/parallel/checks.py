@@ -13,7 +13,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,202 +23,27 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
 from jax_cudnn import parallel
-from jax_cudnn.parallel.order import natural, ordered
-from tests.attention.shared.oracle import numpy_attention, numpy_gradients
 from tests.attention.shared.small import count_kinds
-
-_TOKENS = P(None, "seq")
-
-
-def _mesh(count: int) -> Mesh:
-    devices = np.array(jax.devices()[:count])
-    return Mesh(devices, ("seq",), axis_types=(AxisType.Auto,))
-
-
-def _assert_close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
-    def compare(x: Any, y: Any) -> None:
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(compare, got, want)
-
+from tests.parallel.cases import (
+    CASES,
+    TOKENS,
+    Case,
+    assert_close,
+    draw_case,
+    mesh_of_all,
+    results_of,
+    truth_of,
+)
 
 # --- values and gradients -------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One call; letters as in `sdpa`, s and t of the whole sequence.
-
-    ``bias`` and ``mask`` name their axes, "1" for 1. ``hidden`` says whether some rows
-    of them hide all keys.
-    """
-
-    n: int = 4
-    order: Any = "contiguous"
-    b: int = 2
-    s: int = 16
-    t: int = 16
-    h: int = 4
-    k: int = 2
-    d: int = 5
-    e: int = 3
-    causal: bool = False
-    window: Any = None
-    lengths: bool = False
-    bias: str = ""
-    mask: str = ""
-    hidden: bool = False
-
-
-CASES = {
-    "ring": [
-        Case(n=1, causal=True, bias="bhs1", hidden=True),
-        Case(n=2, s=6, t=10, h=6, k=3),
-        Case(n=8, order="zigzag", causal=True, h=3, k=1),
-        Case(n=4, order="striped", causal=True, lengths=True, bias="b1st"),
-        Case(n=3, order="striped", s=9, t=15, window=(4, 2)),
-        Case(n=4, causal=True, t=24, window=(9, 5), lengths=True),
-        Case(n=4, order="zigzag", causal=True, window=5, mask="b1st", hidden=True),
-        Case(n=4, lengths=True, bias="b11t", mask="1hs1", hidden=True),
-        Case(n=2, order="zigzag", causal=True, h=3, k=1, bias="1hst", hidden=True),
-    ],
-    "all_gather": [
-        Case(n=1, window=3, bias="b1s1"),
-        Case(n=2, s=6, t=10, causal=True, h=6, k=3, bias="bhst", hidden=True),
-        Case(n=8, order="zigzag", causal=True, h=3, k=1),
-        Case(n=4, window=(4, 1), lengths=True, mask="1h1t", hidden=True),
-        Case(n=4, order="zigzag", lengths=True, bias="bh1t", mask="b1s1", hidden=True),
-    ],
-    "all_to_all": [
-        Case(n=1, causal=True),
-        Case(n=2, s=6, t=10, causal=True, h=4, k=4, bias="bhst"),
-        Case(n=4, order="zigzag", causal=True, lengths=True, mask="11st", hidden=True),
-        Case(n=8, order="zigzag", h=8, k=8, bias="1h1t", mask="b1s1", hidden=True),
-    ],
-}
-
-
-def _draw_case(case: Case) -> dict[str, Any]:
-    rng = np.random.default_rng([case.n, case.s, case.t, *case.bias.encode()])
-    sizes = {**{x: getattr(case, x) for x in "bsthkde"}, "1": 1}
-
-    def normal(axes: str) -> np.ndarray:
-        return rng.standard_normal([sizes[axis] for axis in axes])
-
-    found: dict[str, Any] = {
-        "query": normal("bshd"),
-        "key": normal("btkd"),
-        "value": normal("btke"),
-    }
-    if case.bias:
-        found["bias"] = normal(case.bias)
-        if case.hidden:
-            found["bias"][..., 1::4, :] = -np.inf
-    if case.mask:
-        found["mask"] = normal(case.mask) < 0.3
-        if case.hidden and found["mask"].shape[2] > 1:
-            found["mask"][:, :, 2::5] = False
-    if case.lengths:
-        found["query_lengths"] = np.array([case.s - 3, case.s // 2])
-        found["key_lengths"] = np.array([case.t // 2 + 1, 0])
-    found["grad_output"], found["grad_stats"] = normal("bshe"), normal("bsh")
-    return found
-
-
-def _truth(case: Case, given: dict[str, Any]) -> list[np.ndarray]:
-    """Return output, log-sum-exp and gradients as NumPy's loops have them."""
-    logical = {
-        name: np.swapaxes(x, 1, 2) if name in ("query", "key", "value") else x
-        for name, x in given.items()
-        if not name.startswith("grad")
-    }
-    for name in ("query_lengths", "key_lengths"):
-        if name in logical:
-            logical[name] = logical[name].reshape(-1, 1, 1, 1)
-    window = case.window or ()
-    options: dict[str, Any] = {
-        "scale": 1 / np.sqrt(case.d),
-        "is_causal": case.causal,
-        "window": (window, window) if isinstance(window, int) else window,
-    }
-    results = numpy_attention(logical, **options)
-    gradients = numpy_gradients(
-        logical,
-        np.swapaxes(given["grad_output"], 1, 2),
-        np.swapaxes(given["grad_stats"], 1, 2)[..., None],
-        **options,
-    )
-    found = [
-        np.swapaxes(results["output"], 1, 2),
-        np.swapaxes(results["stats"][..., 0], 1, 2),
-    ]
-    for name in ("query", "key", "value", "bias"):
-        if name in gradients:
-            x = gradients[name]
-            found.append(x if name == "bias" else np.swapaxes(x, 1, 2))
-    return found
-
-
-def _ordered(case: Case, name: str, x: Any, helper: Any) -> Any:
-    """Return an array with its token axes put in the case's order, or back."""
-    axes = {"bias": (2, 3), "mask": (2, 3), "query_lengths": (), "key_lengths": ()}
-    for axis in axes.get(name, (1,)):
-        x = x if x.shape[axis] == 1 else helper(x, case.n, case.order, axis)
-    return x
-
-
-def _results(case: Case, given: dict[str, Any], method: Any) -> list[Any]:
-    """Return what `_truth` does, computed on the case's devices."""
-    arrays = {name: x for name, x in given.items() if not name.startswith("grad")}
-    specs = {
-        name: P(None, None, None if x.shape[2] == 1 else "seq")
-        if name in ("bias", "mask")
-        else P()
-        if name.endswith("lengths")
-        else _TOKENS
-        for name, x in arrays.items()
-    }
-
-    def share(*values: jax.Array) -> Any:
-        named = dict(zip(arrays, values, strict=True))
-        return parallel.sdpa(
-            *(named.get(x) for x in ("query", "key", "value", "bias", "mask")),
-            axis_name="seq",
-            method=method,
-            order=case.order,
-            is_causal=case.causal,
-            query_seq_lengths=named.get("query_lengths"),
-            key_value_seq_lengths=named.get("key_lengths"),
-            local_window_size=case.window,
-            return_residual=True,
-        )
-
-    sharded = jax.shard_map(
-        share, mesh=_mesh(case.n), in_specs=tuple(specs.values()), out_specs=_TOKENS
-    )
-    wanted = [name for name in ("query", "key", "value", "bias") if name in arrays]
-
-    def run(moving: dict[str, jax.Array]) -> Any:
-        named = {**arrays, **moving}
-        values = [_ordered(case, x, named[x], ordered) for x in named]
-        found = sharded(*values)
-        return [_ordered(case, "", x, natural) for x in found]
-
-    @jax.jit
-    def both(moving: dict[str, jax.Array]) -> Any:
-        found, transpose = jax.vjp(run, moving)
-        (gradients,) = transpose([given["grad_output"], given["grad_stats"]])
-        return [*found, *(gradients[name] for name in wanted)]
-
-    return both({name: jnp.asarray(arrays[name]) for name in wanted})
 
 
 def values(method: str) -> None:
     """Output, log-sum-exp and gradients are NumPy's, in f64."""
     for case in CASES[method]:
-        given = _draw_case(case)
+        given = draw_case(case)
         for got, want in zip(
-            _results(case, given, method), _truth(case, given), strict=True
+            results_of(case, given, method), truth_of(case, given), strict=True
         ):
             np.testing.assert_allclose(
                 got, want, rtol=1e-9, atol=1e-9, err_msg=f"{method} {case}"
@@ -261,7 +85,7 @@ def whole_arrays() -> None:
         mesh = Mesh(devices.reshape(shape), names, axis_types=auto)
         for method in methods:
             options = {"axis": "seq", **axes, "mesh": mesh, "method": method}
-            _assert_close(run(parallel.sharded_sdpa, **options), want, 2e-5)
+            assert_close(run(parallel.sharded_sdpa, **options), want, 2e-5)
 
     mesh = Mesh(devices.reshape(2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     placed = [
@@ -273,13 +97,13 @@ def whole_arrays() -> None:
     )
     options = {"mesh": explicit, "axis": "seq", "batch_axis": "data"}
     with jax.set_mesh(explicit):
-        _assert_close(run(parallel.sharded_sdpa, **options), want, 2e-5)
+        assert_close(run(parallel.sharded_sdpa, **options), want, 2e-5)
     # The mesh of the surroundings, an operand without batch, zigzag order.
     with jax.set_mesh(mesh):
         call = functools.partial(parallel.sharded_sdpa, axis="seq", batch_axis="data")
         output, stats = jax.jit(functools.partial(call, return_residual=True))(*placed)
         want, want_stats = jax_cudnn.sdpa(q, k, v, return_residual=True)
-        _assert_close((output, stats), (want, want_stats), 2e-5)
+        assert_close((output, stats), (want, want_stats), 2e-5)
         assert output.sharding.is_equivalent_to(placed[0].sharding, 4)
         single = parallel.sharded_sdpa(
             *(parallel.to_zigzag(x[0], 4, axis=0) for x in (q, k, v)),
@@ -288,7 +112,7 @@ def whole_arrays() -> None:
             is_causal=True,
         )
     want = jax_cudnn.sdpa(q[0], k[0], v[0], is_causal=True)
-    _assert_close(parallel.from_zigzag(single, 4, axis=0), want, 2e-5)
+    assert_close(parallel.from_zigzag(single, 4, axis=0), want, 2e-5)
 
 
 # --- transformations ------------------------------------------------------------------
@@ -305,9 +129,9 @@ def _small() -> tuple[list[jax.Array], Any, Any]:
             lambda *x: parallel.sdpa(
                 *x, axis_name="seq", method=method, is_causal=True
             ),
-            mesh=_mesh(2),
-            in_specs=_TOKENS,
-            out_specs=_TOKENS,
+            mesh=mesh_of_all(2),
+            in_specs=TOKENS,
+            out_specs=TOKENS,
         )
 
     def on_one(*operands: jax.Array) -> jax.Array:
@@ -354,10 +178,10 @@ def transformations(method: str) -> None:
     if method == "ring":
         ways.append(reverse_of_reverse)
         # Outside of jit.
-        _assert_close(on_two(method)(*operands), on_one(*operands))
+        assert_close(on_two(method)(*operands), on_one(*operands))
     for way in ways:
         got = jax.jit(functools.partial(way, on_two(method)))()
-        _assert_close(got, jax.jit(functools.partial(way, on_one))())
+        assert_close(got, jax.jit(functools.partial(way, on_one))())
 
 
 def remat() -> None:
@@ -380,9 +204,9 @@ _COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "reduce-scatte
 
 
 def _lowered(count: int, tokens: int, *, gradient: bool, **options: Any) -> Any:
-    mesh = _mesh(count)
+    mesh = mesh_of_all(count)
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=_TOKENS, out_specs=_TOKENS)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS)
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return parallel.sdpa(q, k, v, axis_name="seq", **options)
 
@@ -391,7 +215,7 @@ def _lowered(count: int, tokens: int, *, gradient: bool, **options: Any) -> Any:
 
     function = jax.grad(loss, (0, 1, 2)) if gradient else attend
     x = jax.ShapeDtypeStruct(
-        (1, tokens * count, 8, 16), jnp.float32, sharding=NamedSharding(mesh, _TOKENS)
+        (1, tokens * count, 8, 16), jnp.float32, sharding=NamedSharding(mesh, TOKENS)
     )
     return jax.jit(function).lower(x, x, x)
 
@@ -473,7 +297,7 @@ def precision() -> None:
         def several(*values: jax.Array, method: Any = method) -> jax.Array:
             output = parallel.sharded_sdpa(
                 *(parallel.to_zigzag(x, 4) for x in values),
-                mesh=_mesh(4),
+                mesh=mesh_of_all(4),
                 axis="seq",
                 order=order,
                 method=method,
@@ -505,9 +329,9 @@ def far_rows() -> None:
         given = {"query": q, "key": k, "value": v, "bias": bias}
         case = Case(n=4, b=1, h=2, k=2, d=4, e=4, causal=True)
         pulls = {"grad_output": pull, "grad_stats": pull[..., 0]}
-        want = _truth(case, {**given, **pulls})
+        want = truth_of(case, {**given, **pulls})
         for method in ("ring", "all_gather") if bias is rows else ("ring",):
-            got = _results(case, {**given, **pulls}, method)
+            got = results_of(case, {**given, **pulls}, method)
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5, err_msg=method)
 
@@ -524,9 +348,9 @@ def nan_in_padding() -> None:
     q, k = q.at[0, 5:].set(jnp.nan), k.at[0, 3:].set(jnp.nan).at[1, 11:].set(jnp.nan)
     for method in ("ring", "all_gather"):
         got = parallel.sharded_sdpa(
-            q, k, v, mesh=_mesh(4), axis="seq", method=method, **lengths
+            q, k, v, mesh=mesh_of_all(4), axis="seq", method=method, **lengths
         )
-        _assert_close(got, want)
+        assert_close(got, want)
 
 
 def positions() -> None:
@@ -540,7 +364,7 @@ def positions() -> None:
             functools.partial(
                 parallel.token_positions, 6, axis_name="seq", order=order
             ),
-            mesh=_mesh(4),
+            mesh=mesh_of_all(4),
             in_specs=(),
             out_specs=P("seq"),
         )()

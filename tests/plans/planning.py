@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A planning process that answers as a test says, for tests that have no cuDNN."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
 
+import jax_cudnn
 from jax_cudnn import LibraryError
+from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.lowering import decision
 from jax_cudnn.offline import planner
 
@@ -73,3 +77,33 @@ def fake_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
     finally:
         for cache in caches:
             cache.cache_clear()
+
+
+def graph_in(question: dict[str, Any]) -> Graph:
+    """Return the graph that a question is about."""
+    return from_json(question["graph"])
+
+
+def dtypes_in(question: dict[str, Any]) -> set[str]:
+    """Return the dtypes of the operands of its graph."""
+    return {tensor.dtype for tensor in graph_in(question).input_tensors}
+
+
+def refuse(
+    fake: FakeProcess, condition: Callable[[dict[str, Any]], bool], *reasons: str
+) -> None:
+    """Let the process refuse questions of a kind, and answer all others."""
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if condition(question):
+            return refusal(*reasons)
+        return {"candidates": [CANDIDATE]}
+
+    fake.answer = answer
+
+
+def matmul_call(dtype: Any, **options: Any) -> tuple[Any, ...]:
+    """Return a matmul and what it is called with."""
+    function = functools.partial(jax_cudnn.matmul, **options)
+    shapes = (24, 16), (16, 40)
+    return function, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)

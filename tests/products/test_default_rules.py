@@ -3,7 +3,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,16 +22,11 @@ from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.inspection import why_of
 from jax_cudnn.policy import evidence, ranked
-from jax_cudnn.policy.nearest import (
-    Kernel,
-    Measured,
-    between_names,
-    between_sizes,
-    cost_of,
-)
+from jax_cudnn.policy.nearest import Measured
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
 from tests.native.readers import parse_request
+from tests.products.test_nearest_kernels import kernel
 
 pytestmark = pytest.mark.once
 
@@ -116,31 +110,6 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
             "conv_fprop, 16 bits, alone, 2 axes, windows of 1",
         ),
         (
-            lambda x, w: conv(x, w, feature_group_count=3),
-            [array(2, 9, 9, 6), array(3, 3, 2, 12)],
-            "conv_fprop, 16 bits, alone, 2 axes, groups, padded",
-        ),
-        (
-            lambda x, w: conv(x, w, feature_group_count=3),
-            [array(2, 9, 9, 48), array(3, 3, 16, 48)],
-            "conv_fprop, 16 bits, alone, 2 axes, groups",
-        ),
-        (
-            lambda x, w: conv(x, w, feature_group_count=8),
-            [array(2, 9, 9, 32), array(3, 3, 4, 32)],
-            "conv_fprop, 16 bits, alone, 2 axes, groups, one group",
-        ),
-        (
-            lambda x, w: conv(x, w, feature_group_count=16),
-            [array(2, 9, 9, 64), array(3, 3, 4, 64)],
-            "conv_fprop, 16 bits, alone, 2 axes, groups, merged",
-        ),
-        (
-            lambda x, w: conv(x, w, feature_group_count=4),
-            [array(2, 9, 9, 96), array(3, 3, 24, 96)],
-            "conv_fprop, 16 bits, alone, 2 axes, groups, one group",
-        ),
-        (
             lambda a, b: jax_cudnn.matmul(a, b),
             [array(5, 7, dtype=jnp.int8), array(7, 3, dtype=jnp.int8)],
             "",
@@ -153,6 +122,26 @@ def test_kernels_have_classes(
 ) -> None:
     (part,) = parts_of(function, *args)
     assert kernels.class_of(part, _TABLES) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "outer", "expected"),
+    [
+        (3, 2, 12, "padded"),
+        (3, 16, 48, ""),
+        (8, 4, 32, "one group"),
+        (16, 4, 64, "merged"),
+        (4, 24, 96, "one group"),
+    ],
+)
+def test_convolutions_in_groups_have_classes_by_how_they_run(
+    groups: int, channels: int, outer: int, expected: str
+) -> None:
+    run = functools.partial(conv, feature_group_count=groups)
+    x, w = array(2, 9, 9, groups * channels), array(3, 3, channels, outer)
+    (part,) = parts_of(run, x, w)
+    words = ["conv_fprop, 16 bits, alone, 2 axes, groups", *filter(None, [expected])]
+    assert kernels.class_of(part, _TABLES) == ", ".join(words)
 
 
 def test_gradients_have_classes_of_their_own() -> None:
@@ -235,114 +224,6 @@ def test_nothing_is_said_of_empty_arrays(sizes: tuple[int, int, int]) -> None:
         assert kernels.kernel_of(part, _TABLES) is None
         assert _slower(part) == kernels.preference(part, _H100, _TABLES) == ""
         legalize(part, _H100)
-
-
-def kernel(
-    name: str = "matmul, f32, more",
-    rows: float = 64.0,
-    columns: float = 64.0,
-    depth: float = 64.0,
-) -> Kernel:
-    return Kernel(name=name, rows=rows, columns=columns, depth=depth)
-
-
-def test_kernels_are_apart_by_their_sizes_and_the_words_of_their_classes() -> None:
-    e = math.e
-    assert between_sizes(kernel(), kernel()) == 0
-    assert between_sizes(kernel(), kernel(depth=64 / e)) == pytest.approx(1)
-    assert between_sizes(kernel(rows=64 * e), kernel(columns=64 * e)) == pytest.approx(
-        math.sqrt(2)
-    )
-    more, relu, array_more = (
-        f"matmul, f32, {tail}" for tail in ("more", "relu", "more, 1 more arrays")
-    )
-    sums, gradient = "matmul, f32, sums", "matmul, f32, gradient of silu"
-    assert between_names(sums, relu) == between_names(gradient, more) == 1
-    assert between_names(more, array_more) == 0.5
-    # XLA runs one of them as one kernel, and the other as two.
-    assert between_names(more, relu) == 2
-    assert between_names(array_more, relu) == 2.5
-    # XLA has other algorithms for convolutions along three axes.
-    one, two, three = (f"conv_dgrad, f32, alone, {i} axes" for i in (1, 2, 3))
-    assert between_names(one, two) == 1
-    assert between_names(two, three) == between_names(one, three) == 2.5
-
-
-def test_the_nearest_kernels_decide() -> None:
-    near = [(kernel(depth=64 + i), 0.8) for i in range(8)]
-    far = [(kernel(depth=512 + i), 1.5) for i in range(8)]
-    known = Measured([*near, *far])
-    here, there = known.verdict(kernel()), known.verdict(kernel(depth=512))
-    assert here is not None
-    assert here.is_faster
-    assert (here.ratio, here.count, here.losses) == (pytest.approx(0.8), 8, 0)
-    assert there is not None
-    assert not there.is_faster
-    assert (there.ratio, there.losses) == (pytest.approx(1.5), 8)
-
-
-def test_a_mean_weighs_near_ones_more() -> None:
-    known = Measured(
-        [(kernel(), 0.5), (kernel(depth=640), 1.04), (kernel(depth=640), 1.0)]
-    )
-    found = known.verdict(kernel())
-    assert found is not None
-    far = 1 / (0.5 + math.log(10))
-    logs = 2 * math.log(0.5) + far * math.log(1.04)
-    assert found.ratio == pytest.approx(math.exp(logs / (2 + 2 * far)))
-    assert found.is_faster
-
-
-def test_a_loss_counts_more_than_a_win_and_no_single_one_decides() -> None:
-    def is_faster(*ratios: float) -> bool:
-        verdict = Measured((kernel(), r) for r in ratios).verdict(kernel())
-        assert verdict is not None
-        return verdict.is_faster
-
-    assert is_faster(0.9, 0.9, 0.9)
-    assert not is_faster(0.91, 0.91, 0.91), "too little to win"
-    assert not is_faster(0.8, 0.9, 1.2), "0.95 in the mean"
-    assert is_faster(*[0.65] * 7, 100.0)
-    assert not is_faster(*[0.7] * 4, *[2.0] * 4)
-    assert cost_of(1.05) == pytest.approx(math.log(1.05))
-    assert cost_of(1.05**2) == pytest.approx(math.log(1.05) * 4)
-    assert cost_of(100.0) == cost_of(2.0)
-
-
-def test_an_engine_is_judged_by_its_own_times() -> None:
-    with_both = [(replace(kernel(), engines={4: 0.6, 7: 2.5}), 0.6)] * 4
-    others = [(replace(kernel(), engines={4: 0.7}), 0.7)] * 8
-    known = Measured([*others, *with_both])
-    assert len([*known.near_kernels(kernel())]) == 12
-    assert [*known.near_kernels(kernel(depth=64 * 21))] == []
-
-    def ratio(engine: int) -> float:
-        found = known.verdict(kernel(), engine)
-        assert found is not None
-        return found.ratio
-
-    # Four of the eight are nearest, and the others half a unit further away.
-    near, far = 4 / 0.5, 4 / (0.5 + 0.5)
-    logs = near * math.log(2.5) + far * math.log(0.7)
-    assert ratio(7) == pytest.approx(math.exp(logs / (near + far)))
-    assert ratio(4) < 1 < ratio(7)
-    # One that was never timed is like the first plans.
-    assert ratio(5) == pytest.approx(0.7)
-
-
-def test_families_are_judged_apart_and_too_few_say_nothing() -> None:
-    slow = [(kernel(), 2.0)] * 3
-    few = kernel("matmul, f32, more, few rows")
-    assert Measured(slow).verdict(few) is None
-    assert Measured(slow).verdict(kernel("matmul, 16 bits, more")) is None
-    assert Measured(slow).verdict(kernel("matmul, f32, alone")) is not None
-    assert Measured(slow[:2]).verdict(kernel()) is None
-    assert Measured([(few, 0.5)] * 3).verdict(few) is not None
-    groups = "conv_fprop, 16 bits, alone, 2 axes, groups"
-    kept = [(kernel(groups), 2.0)] * 3
-    assert Measured(kept).verdict(kernel(groups.replace("2", "3"))) is not None
-    for way in ("padded", "merged", "one group"):
-        assert Measured(kept).verdict(kernel(f"{groups}, {way}")) is None
 
 
 def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:

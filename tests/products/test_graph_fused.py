@@ -78,25 +78,17 @@ def _refuses(message: str) -> Any:
     [
         (_conv(padding_low=(0,)), "conv_fprop: padding_low has 1 entries, not 2"),
         (
-            _conv(rhs_dilation=(0, 1)),
-            "conv_fprop: rhs_dilation [0, 1] is below 1",
+            _conv(**dict.fromkeys(ConvAttributes.__dataclass_fields__, (1,) * 4)),
+            "conv_fprop: lhs_dilation has 4 entries, not 2",
         ),
-        (
-            PointwiseAttributes(mode="gelu"),
-            "pointwise: mode 'gelu' is not a known one",
-        ),
+        (_conv(rhs_dilation=(0, 1)), "conv_fprop: rhs_dilation [0, 1] is below 1"),
+        (PointwiseAttributes(mode="gelu"), "pointwise: mode 'gelu' is not a known one"),
         (
             PointwiseAttributes(mode="relu", alpha=math.inf),
             "pointwise: alpha inf is not finite",
         ),
-        (
-            PointwiseAttributes(mode="tanh", alpha=0.1),
-            "pointwise: tanh takes no alpha",
-        ),
-        (
-            ConstantAttributes(value=math.nan),
-            "constant: value nan is not finite",
-        ),
+        (PointwiseAttributes(mode="tanh", alpha=0.1), "pointwise: tanh takes no alpha"),
+        (ConstantAttributes(value=math.nan), "constant: value nan is not finite"),
         (
             ReductionAttributes(mode="median"),
             "reduction: mode 'median' is not a known one",
@@ -124,92 +116,55 @@ _OUTPUT = _tensor("y", 2, 4, 4, 4)
 _A, _B = _tensor("a", 1, 3, 5), _tensor("b", 4, 5, 7)
 
 
+_RIGHT: dict[str, tuple[Any, dict[str, Tensor]]] = {
+    "conv_fprop": (_conv(), {"x": _X, "w": _W, "output": _OUTPUT}),
+    "matmul": (MatmulAttributes(), {"a": _A, "b": _B, "output": _tensor("y", 4, 3, 7)}),
+}
+
+
+@pytest.mark.parametrize("kind", _RIGHT)
+def test_contractions_of_right_shapes_are_taken(kind: str) -> None:
+    attributes, given = _RIGHT[kind]
+    inputs = {role: x for role, x in given.items() if role != "output"}
+    graph = _graph(kind, attributes, given["output"], **inputs)
+    assert graph.output_tensors == (given["output"],)
+
+
 @pytest.mark.parametrize(
-    ("kind", "attributes", "tensors", "message"),
+    ("role", "tensor", "message"),
     [
-        ("conv_fprop", _conv(), {}, None),
         (
-            "conv_fprop",
-            _conv(),
-            {"output": _tensor("y", 2, 4, 4, 5)},
+            *("output", _tensor("y", 2, 4, 4, 5)),
             "conv_fprop: output has dims [2, 4, 4, 5], not [2, 4, 4, 4]",
         ),
         (
-            "conv_fprop",
-            _conv(),
-            {"w": _tensor("w", 4, 4, 2, 3)},
+            *("w", _tensor("w", 4, 4, 2, 3)),
             "conv_fprop: 6 along axis 1 of x does not divide by 4 (channels in per "
             "group)",
         ),
         (
-            "conv_fprop",
-            _conv(),
-            {"w": _tensor("w", 5, 3, 2, 3)},
+            *("w", _tensor("w", 5, 3, 2, 3)),
             "conv_fprop: 5 along axis 0 of w does not divide by 2 (groups)",
         ),
+        ("x", _tensor("x", 2, 6, 5), "conv_fprop: w has rank 4, not 3"),
+        ("w", _tensor("w", 4, 3, 2, 3, dtype="bool"), "conv_fprop: w is bool"),
+        ("b", _tensor("b", 4, 6, 7), "matmul: b has dims [4, 6, 7], not [4, 5, 7]"),
+        ("a", _tensor("a", 3, 3, 5), "matmul: b has dims [4, 5, 7], not [3, 5, 7]"),
+        ("a", _tensor("a", 3, 5), "matmul: a has rank 2, not 3"),
+        ("b", _tensor("b", 4, 5, 7, dtype="bool"), "matmul: b is bool"),
         (
-            "conv_fprop",
-            _conv(),
-            {"x": _tensor("x", 2, 6, 5)},
-            "conv_fprop: w has rank 4, not 3",
-        ),
-        (
-            "conv_fprop",
-            _conv(),
-            {"w": _tensor("w", 4, 3, 2, 3, dtype="bool")},
-            "conv_fprop: w is bool",
-        ),
-        (
-            "conv_fprop",
-            _conv(**dict.fromkeys(ConvAttributes.__dataclass_fields__, (1,) * 4)),
-            {},
-            "conv_fprop: lhs_dilation has 4 entries, not 2",
-        ),
-        ("matmul", MatmulAttributes(), {}, None),
-        (
-            "matmul",
-            MatmulAttributes(),
-            {"b": _tensor("b", 4, 6, 7)},
-            "matmul: b has dims [4, 6, 7], not [4, 5, 7]",
-        ),
-        (
-            "matmul",
-            MatmulAttributes(),
-            {"a": _tensor("a", 3, 3, 5)},
-            "matmul: b has dims [4, 5, 7], not [3, 5, 7]",
-        ),
-        (
-            "matmul",
-            MatmulAttributes(),
-            {"a": _tensor("a", 3, 5)},
-            "matmul: a has rank 2, not 3",
-        ),
-        (
-            "matmul",
-            MatmulAttributes(),
-            {"b": _tensor("b", 4, 5, 7, dtype="bool")},
-            "matmul: b is bool",
-        ),
-        (
-            "matmul",
-            MatmulAttributes(),
-            {"output": _tensor("y", 1, 3, 7)},
+            *("output", _tensor("y", 1, 3, 7)),
             "matmul: output has dims [1, 3, 7], not [4, 3, 7]",
         ),
     ],
 )
 def test_shapes_of_contractions_are_checked(
-    kind: str, attributes: Any, tensors: dict[str, Tensor], message: str | None
+    role: str, tensor: Tensor, message: str
 ) -> None:
-    given = (
-        {"x": _X, "w": _W, "output": _OUTPUT}
-        if kind == "conv_fprop"
-        else {"a": _A, "b": _B, "output": _tensor("y", 4, 3, 7)}
-    ) | tensors
+    kind = message.partition(":")[0]
+    attributes, right = _RIGHT[kind]
+    given = right | {role: tensor}
     output = given.pop("output")
-    if message is None:
-        assert _graph(kind, attributes, output, **given).output_tensors == (output,)
-        return
     with _refuses(message):
         _graph(kind, attributes, output, **given)
 
@@ -218,11 +173,22 @@ def _pointwise(mode: str, output: Tensor, **inputs: Tensor) -> Graph:
     return _graph("pointwise", PointwiseAttributes(mode=mode), output, **inputs)
 
 
+_THREE = _tensor("a", 3)
+
+
+def _constant(output: Tensor) -> Graph:
+    return _graph("constant", ConstantAttributes(value=2.0), output)
+
+
+def _sum(output: Tensor, x: Tensor) -> Graph:
+    return _graph("reduction", ReductionAttributes(mode="add"), output, input=x)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: _pointwise("add", _tensor("y", 3), a=_tensor("a", 3)),
+            lambda: _pointwise("add", _tensor("y", 3), a=_THREE),
             "pointwise: add takes 2 inputs, not a",
         ),
         (
@@ -238,9 +204,7 @@ def _pointwise(mode: str, output: Tensor, **inputs: Tensor) -> Graph:
             "pointwise: output has dims [0], not [1]",
         ),
         (
-            lambda: _pointwise(
-                "tanh", _tensor("y", 3, dtype="bool"), a=_tensor("a", 3)
-            ),
+            lambda: _pointwise("tanh", _tensor("y", 3, dtype="bool"), a=_THREE),
             "pointwise: the output of tanh is bool",
         ),
         (
@@ -250,47 +214,29 @@ def _pointwise(mode: str, output: Tensor, **inputs: Tensor) -> Graph:
             "pointwise: a of tanh is bool",
         ),
         (
-            lambda: _pointwise(
-                "lt", _tensor("y", 3), a=_tensor("a", 3), b=_tensor("b", 1)
-            ),
+            lambda: _pointwise("lt", _tensor("y", 3), a=_THREE, b=_tensor("b", 1)),
             "pointwise: the output of lt is f32",
         ),
         (
             lambda: _pointwise(
-                "select",
-                _tensor("y", 3),
-                **{role: _tensor(role, 3) for role in "abc"},
+                "select", _tensor("y", 3), **{role: _tensor(role, 3) for role in "abc"}
             ),
             "pointwise: c of select is f32",
         ),
         (
-            lambda: _graph(
-                "constant", ConstantAttributes(value=2.0), _tensor("y", 1, 3)
-            ),
+            lambda: _constant(_tensor("y", 1, 3)),
             "constant: output has dims [1, 3], not [1, 1]",
         ),
         (
-            lambda: _graph(
-                "constant", ConstantAttributes(value=2.0), _tensor("y", 1, dtype="bf16")
-            ),
+            lambda: _constant(_tensor("y", 1, dtype="bf16")),
             "constant: output is bf16, not f32 or f64",
         ),
         (
-            lambda: _graph(
-                "reduction",
-                ReductionAttributes(mode="add"),
-                _tensor("y", 3, 5),
-                input=_tensor("a", 3, 7),
-            ),
+            lambda: _sum(_tensor("y", 3, 5), _tensor("a", 3, 7)),
             "reduction: output dims [3, 5] do not broadcast to [3, 7]",
         ),
         (
-            lambda: _graph(
-                "reduction",
-                ReductionAttributes(mode="add"),
-                _tensor("y", 1),
-                input=_tensor("a", 3, dtype="bool"),
-            ),
+            lambda: _sum(_tensor("y", 1), _tensor("a", 3, dtype="bool")),
             "reduction: input is bool",
         ),
     ],
@@ -304,13 +250,9 @@ def test_sizes_of_an_output_are_lax_s() -> None:
     for x, w, low, high, stride, spread, holes in itertools.product(
         (1, 4), (1, 3), (-1, 2), (0, 3), (1, 3), (1, 2), (1, 2)
     ):
-        attributes = ConvAttributes(
-            window_strides=(stride,),
-            padding_low=(low,),
-            padding_high=(high,),
-            lhs_dilation=(spread,),
-            rhs_dilation=(holes,),
-        )
+        numbers = ((number,) for number in (stride, low, high, spread, holes))
+        names = ConvAttributes.__dataclass_fields__
+        attributes = ConvAttributes(**dict(zip(names, numbers, strict=True)))
         given = {"x": _tensor("x", 1, 1, x), "w": _tensor("w", 1, 1, w)}
         found = result_dims(CONV_FPROP.row, "output", given, attributes)[2]
         padded = (x - 1) * spread + 1 + low + high
@@ -533,20 +475,13 @@ def test_a_cotangent_and_what_it_meets_broadcast(
         jnp.asarray(np.asarray(rng.normal(size=dims), jnp.float32))
         for dims in (shape, full)
     ]
-    for cotangent, x in (values, values[::-1]):
-        graph = _pointwise(
-            f"{mode}_grad",
-            _tensor("y", *full),
-            a=_tensor("a", *cotangent.shape),
-            b=_tensor("b", *x.shape),
-        )
-        (got,) = evaluate(graph, [cotangent, x])
-        operands = [jnp.broadcast_to(each, full) for each in (cotangent, x)]
-        whole = _pointwise(
-            f"{mode}_grad",
-            _tensor("y", *full),
-            a=_tensor("a", *full),
-            b=_tensor("b", *full),
-        )
-        (want,) = evaluate(whole, operands)
+
+    def result(*operands: jax.Array) -> jax.Array:
+        a, b = (_tensor(name, *x.shape) for name, x in zip("ab", operands, strict=True))
+        graph = _pointwise(f"{mode}_grad", _tensor("y", *full), a=a, b=b)
+        return evaluate(graph, operands)[0]
+
+    for operands in (values, values[::-1]):
+        got = result(*operands)
+        want = result(*(jnp.broadcast_to(each, full) for each in operands))
         np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -22,7 +22,7 @@ from jax_cudnn.policy import ranked
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
 from tests.common.legal_ways import check_bad_numbers, check_ways
-from tests.products.shared import depthwise
+from tests.products.convs import measured_depthwise as depthwise
 from tests.products.shared.grouped_layers import GroupedLayer
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]

@@ -6,7 +6,6 @@ jax.numpy, in float64.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,55 +16,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
 
-from jax_cudnn import EXPORT_SAFETY_CHECKS, conv, dot_general, matmul
+from jax_cudnn import dot_general, matmul
 from jax_cudnn.legalize import partition
 from tests.common.devices import mesh_of, placed
 from tests.common.examples import examples
 from tests.conftest import Draw
 from tests.products.shared.fused import (
     assert_close,
+    assert_same,
     contractions,
     gradients,
     graphs,
-    loss,
     nodes,
     stacked,
-    subsets,
 )
+from tests.products.shared.operations import ACTIVATIONS, MATMUL
+from tests.products.shared.operations import plain_matmul as plain
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
-
-_ACTIVATIONS = {None: lambda x: x, "relu": jax.nn.relu, "gelu": jax.nn.gelu}
 
 
 def _wide(x: jax.Array, *others: jax.Array) -> list[jax.Array]:
     """Return the arrays with as many axes as the first one."""
     return [each.reshape((1,) * (x.ndim - each.ndim) + each.shape) for each in others]
-
-
-def plain(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    bias: Any = None,
-    residual: Any = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    scale_out: Any = None,
-    activation: Any = None,
-) -> jax.Array:
-    """Return jnp.matmul with what is around it."""
-    with jax.numpy_rank_promotion("allow"):
-        a = a if scale_a is None else a * scale_a
-        b = b if scale_b is None else b * scale_b
-        result = jnp.matmul(a, b)
-        for term in (bias, residual):
-            result = result if term is None else result + term
-        result = _ACTIVATIONS[activation](result)
-        return result if scale_out is None else result * scale_out
 
 
 def _some(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -93,7 +67,7 @@ def products(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], Any]:
     ):
         if draw(st.booleans()):
             shapes[name] = _some(draw, full)
-    return shapes, draw(st.sampled_from([*_ACTIVATIONS]))
+    return shapes, draw(st.sampled_from([*ACTIVATIONS]))
 
 
 @pytest.mark.usefixtures("x64")
@@ -108,18 +82,7 @@ def test_value_and_gradients_are_jnp_s(case: Any) -> None:
         named = dict(zip(shapes, operands, strict=True))
         return function(**named, activation=activation)
 
-    @jax.jit
-    def both(*operands: jax.Array) -> Any:
-        argnums = range(len(operands))
-        return [
-            (
-                run(function, *operands),
-                gradients(functools.partial(run, function), argnums)(*operands),
-            )
-            for function in (matmul, plain)
-        ]
-
-    assert_close(*both(*operands))
+    assert_same(*(functools.partial(run, f) for f in (matmul, plain)), operands)
 
 
 @st.composite
@@ -159,11 +122,7 @@ def test_dot_general_is_lax_s(case: Any) -> None:
         result = lax.dot_general(x, y, numbers)
         return jax.nn.gelu(result + _wide(result, bias)[0]) if has_bias else result
 
-    @jax.jit
-    def both(*args: jax.Array) -> Any:
-        return [(f(*args), gradients(f, (0, 1, 2))(*args)) for f in (ours, theirs)]
-
-    assert_close(*both(x, y, bias))
+    assert_same(ours, theirs, (x, y, bias))
 
 
 @pytest.mark.parametrize(
@@ -206,23 +165,6 @@ def test_a_call_is_one_graph_with_one_contraction(draw: Draw) -> None:
 
 
 # --- dtypes ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
-def test_16_bit_results_are_rounded_once(dtype: Any, draw: Draw) -> None:
-    a, b = draw("st", dtype, s=13, t=11), draw("tk", dtype, t=11, k=17)
-    extra = {"bias": draw("k", dtype, k=17), "residual": draw("sk", dtype, s=13, k=17)}
-    extra["scale_b"] = draw("k", k=17)
-
-    @jax.jit
-    def both(a: Any, b: Any, extra: Any) -> Any:
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), (a, b, extra))
-        run = functools.partial(matmul, activation="gelu", scale_out=0.25)
-        return run(a, b, **extra), run(*wide[:2], **wide[2]).astype(dtype)
-
-    got, want = both(a, b, extra)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("narrow", [jnp.int8, jnp.uint8, jnp.float8_e4m3fn], ids=str)
@@ -358,146 +300,12 @@ def test_empty_and_smallest_sizes(a: Any, b: Any) -> None:
     assert_close(got, want, 1e-5)
 
 
-# --- gradients ------------------------------------------------------------------------
-
-_NAMES = ("a", "b", "bias", "scale_b")
-
-
-def _operands(draw: Draw, dtype: Any = jnp.float64, count: int = 0) -> list[jax.Array]:
-    more = "n" if count else ""
-    sizes = {"n": count, "s": 3, "t": 5, "k": 7}
-    return [draw(more + axes, dtype, **sizes) for axes in ("st", "tk", "k", "1k")]
-
-
-def _fused(*operands: jax.Array, function: Any = matmul, **options: Any) -> jax.Array:
-    return function(**dict(zip(_NAMES, operands, strict=False)), **options)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-def test_gradients_of_every_subset_of_operands(activation: Any, draw: Draw) -> None:
-    operands = _operands(draw)
-    run = functools.partial(_fused, activation=activation)
-    want = jax.jit(gradients(functools.partial(run, function=plain), range(4)))
-    _, full = want(*operands)
-
-    @jax.jit
-    def every(*operands: jax.Array) -> Any:
-        return [gradients(run, subset)(*operands)[1] for subset in subsets(4)]
-
-    for subset, got in zip(subsets(4), every(*operands), strict=True):
-        assert_close(got, tuple(full[i] for i in subset))
-        _, (backward, _) = graphs(gradients(run, subset), *operands)
-        assert set(backward.outputs) == {f"grad_{_NAMES[i]}" for i in subset}
-        assert contractions(backward) == ["matmul"] * len({0, 1} & {*subset})
-
-
-@pytest.mark.parametrize(
-    ("activation", "saved", "read"),
-    [
-        (None, (), {"a_view_021", "b_view_021", "grad_output"}),
-        ("relu", (), {"a_view_021", "b_view_021", "grad_output", "output"}),
-        ("gelu", ("saved_add_1",), {"a_view_021", "b_view_021", "grad_output"}),
-    ],
-)
-def test_no_more_is_saved_than_the_gradient_reads(
-    activation: Any, saved: tuple[str, ...], read: set[str], draw: Draw
-) -> None:
-    args = _operands(draw, jnp.bfloat16)[:3]
-    run = functools.partial(_fused, activation=activation)
-    (forward, _), (backward, _) = graphs(gradients(run, (0, 1, 2)), *args)
-    assert forward.outputs == ("output", *saved)
-    assert set(backward.inputs) == {*read, *saved}
-    ((alone, _),) = graphs(run, *args)
-    assert alone.outputs == ("output",)
-    held = jax.tree.leaves(jax.vjp(run, *args)[1])
-    assert sum(math.prod(x.shape) == 21 for x in held) == len(saved) + (
-        "output" in read
-    )
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_two_orders_of_both_modes_are_derivatives(activation: Any, draw: Draw) -> None:
-    run = functools.partial(_fused, activation=activation)
-    check_grads(jax.jit(run), _operands(draw), order=2, modes=("fwd", "rev"))
-
-
-@pytest.mark.usefixtures("x64")
-def test_higher_derivatives_are_jnp_s(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw)
-    args = a[:2, :3], b[:3, :2], bias[:2]
-
-    def every(function: Any) -> Any:
-        run = functools.partial(_fused, function=function)
-        total = functools.partial(loss, functools.partial(run, activation="gelu"))
-        cubic = functools.partial(loss, run)
-        value, linear = jax.linearize(run, *args)
-        return (
-            jax.hessian(total, argnums=(0, 2))(*args),
-            jax.jacfwd(run, argnums=1)(*args),
-            jax.jacrev(jax.jacrev(total, argnums=1))(*args),
-            jax.jacrev(jax.jacrev(jax.jacrev(cubic, argnums=1)))(*args[:2]),
-            value,
-            linear(*args),
-        )
-
-    both = jax.jit(lambda: (every(matmul), every(plain)))
-    assert_close(*both())
-
-
 # --- vmap -----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("x64")
-def test_vmap_over_every_subset_of_operands(draw: Draw) -> None:
-    single, many = _operands(draw), _operands(draw, count=3)
-    places = (1, -1, 0, 1)
-    run = gradients(functools.partial(_fused, activation="gelu"), range(4))
-    cases, every_axes = [], []
-    for subset in subsets(4):
-        axes = tuple(places[i] if i in subset else None for i in range(4))
-        every_axes.append(axes)
-        cases.append(
-            [
-                single[i] if axis is None else jnp.moveaxis(many[i], 0, axis)
-                for i, axis in enumerate(axes)
-            ]
-        )
-
-    @jax.jit
-    def every(cases: Any) -> Any:
-        return [
-            jax.vmap(run, in_axes=axes)(*args)
-            for axes, args in zip(every_axes, cases, strict=True)
-        ]
-
-    one = jax.jit(run)
-    for axes, args, got in zip(every_axes, cases, every(cases), strict=True):
-        assert_close(got, stacked(one, args, axes))
-
-
-@pytest.mark.usefixtures("x64")
-def test_nested_vmap_and_vmap_of_forward_mode(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw)
-    many_a, many_b = (draw(x, jnp.float64, s=3, t=5, k=7, n=2) for x in ("nst", "ntk"))
-    run = functools.partial(_fused, activation="gelu")
-
-    def along(a: Any, b: Any) -> Any:
-        return jax.jvp(run, (a, b, bias), (a, b, bias))
-
-    def nested(function: Any) -> Any:
-        inner = jax.vmap(function, in_axes=(0, None))
-        return jax.jit(jax.vmap(inner, in_axes=(None, 0)))(many_a, many_b)
-
-    want = [stacked(jax.jit(along), (many_a, each), (0, None)) for each in many_b]
-    assert_close(nested(along), jax.tree.map(lambda *x: jnp.stack(x), *want))
-    del a, b
-
-
 def test_vmap_over_rows_shares_the_weights(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw, jnp.float32)
-    run = functools.partial(_fused, activation="relu")
+    a, b, bias, *_ = MATMUL.draw(draw, jnp.float32)
+    run = functools.partial(MATMUL.run, activation="relu")
     mapped = jax.vmap(run, in_axes=(0, None, None))
     ((graph, _),) = graphs(mapped, jnp.stack([a] * 4), b, bias)
     assert graph.tensor("a").dims == (1, 12, 5)
@@ -513,8 +321,8 @@ def test_vmap_over_rows_shares_the_weights(draw: Draw) -> None:
 
 
 def test_vmap_over_weights_is_a_batch_and_copies_no_rows(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw, jnp.float32)
-    mapped = jax.vmap(_fused, in_axes=(None, 0, None))
+    a, b, bias, *_ = MATMUL.draw(draw, jnp.float32)
+    mapped = jax.vmap(MATMUL.run, in_axes=(None, 0, None))
     ((graph, _),) = graphs(mapped, a, jnp.stack([b] * 4), bias)
     assert graph.tensor("a").dims == (1, 3, 5)
     assert graph.tensor("b").dims == (4, 5, 7)
@@ -549,7 +357,7 @@ def test_vmap_over_operands_of_which_one_has_a_batch_of_its_own(draw: Draw) -> N
 
 
 def test_a_cotangent_that_examples_share_is_not_copied(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw, jnp.float32)
+    a, b, bias, *_ = MATMUL.draw(draw, jnp.float32)
 
     def total(b: jax.Array, a: jax.Array) -> jax.Array:
         return matmul(a, b, bias=bias, activation="gelu").sum()
@@ -562,9 +370,9 @@ def test_a_cotangent_that_examples_share_is_not_copied(draw: Draw) -> None:
 
 
 def test_vmap_over_the_bias_computes_the_product_once(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw, jnp.float32)
+    a, b, bias, *_ = MATMUL.draw(draw, jnp.float32)
     biases = jnp.stack([bias, -bias])
-    run = functools.partial(_fused, activation="relu")
+    run = functools.partial(MATMUL.run, activation="relu")
     mapped = jax.vmap(run, in_axes=(None, None, 0))
     ((graph, _),) = graphs(mapped, a, b, biases)
     product, rest = partition(graph)
@@ -575,95 +383,7 @@ def test_vmap_over_the_bias_computes_the_product_once(draw: Draw) -> None:
     assert_close(mapped(a, b, biases), stacked(run, (a, b, biases), (None, None, 0)))
 
 
-def test_vmap_over_no_examples_gives_none(draw: Draw) -> None:
-    a, b, bias, _ = _operands(draw, jnp.float32)
-    run = jax.vmap(gradients(_fused, (0, 1)), in_axes=(0, None, None))
-    value, (grad_a, grad_b) = run(jnp.zeros((0, *a.shape)), b, bias)
-    assert (value.shape, grad_a.shape, grad_b.shape) == ((0,), (0, 3, 5), (0, 5, 7))
-
-
 # --- other transformations ------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("x64")
-def test_scan_and_remat_match_the_unrolled_loop(draw: Draw) -> None:
-    a, _, bias, _ = _operands(draw)
-    weights = draw("ntt", jnp.float64, n=3, t=5)
-
-    def body(function: Any, a: Any, b: Any, bias: Any) -> jax.Array:
-        return _fused(a, b, bias, function=function, activation="gelu")
-
-    def scanned(once: Any, a: Any, weights: Any, bias: Any) -> jax.Array:
-        return lax.scan(lambda a, b: (once(a, b, bias), None), a, weights)[0]
-
-    def unrolled(once: Any, a: Any, weights: Any, bias: Any) -> jax.Array:
-        for b in weights:
-            a = once(a, b, bias)
-        return a
-
-    ours, theirs = (functools.partial(body, f) for f in (matmul, plain))
-    found = [
-        jax.jit(gradients(functools.partial(loop, once), (0, 1, 2)))(
-            a, weights, bias[:5]
-        )
-        for loop, once in (
-            (unrolled, theirs),
-            (scanned, ours),
-            (scanned, jax.checkpoint(ours)),
-        )
-    ]
-    assert_close(found[1], found[0])
-    assert_close(found[2], found[0])
-
-
-def test_an_exported_gradient_runs_on_the_cpu(draw: Draw) -> None:
-    operands = _operands(draw, jnp.bfloat16)[:3]
-    gradient = jax.jit(gradients(functools.partial(_fused, activation="gelu"), (0, 1)))
-    exported = jax.export.export(
-        gradient, platforms=("cpu",), disabled_checks=EXPORT_SAFETY_CHECKS
-    )(*operands)
-    assert_close(exported.call(*operands), gradient(*operands), 0)
-
-
-def _fused_conv(x: Any, w: Any, bias: Any) -> jax.Array:
-    return conv(x, w, padding="SAME", bias=bias, activation="gelu")
-
-
-def _fused_matmul(a: Any, b: Any, bias: Any) -> jax.Array:
-    return matmul(a, b, bias=bias, activation="gelu")
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("function", "shapes"),
-    [
-        (_fused_conv, ((8, 3, 5, 4), (7, 3, 2, 2), (7,))),
-        (_fused_matmul, ((8, 5), (5, 7), (7,))),
-    ],
-    ids=["conv", "matmul"],
-)
-def test_sharded_calls_are_unsharded_calls(function: Any, shapes: Any) -> None:
-    rng = np.random.default_rng(0)
-    operands = [jnp.asarray(rng.standard_normal(shape)) for shape in shapes]
-    sharded = jax.shard_map(
-        function,
-        mesh=mesh_of(data=4),
-        in_specs=(P("data"), P(), P()),
-        out_specs=P("data"),
-        check_vma=True,
-    )
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def derivatives(function: Any, *x: jax.Array) -> Any:
-        backward = gradients(function, (0, 1, 2))(*x)
-        return function(*x), jax.jvp(function, x, x), backward
-
-    found, wanted = (derivatives(each, *operands) for each in (sharded, function))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10),
-        found,
-        wanted,
-    )
 
 
 @pytest.mark.usefixtures("x64")

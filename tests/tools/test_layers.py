@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports and includes are those allowed, and files say what they are for."""
+"""Imports and includes are those allowed."""
 
 import ast
 import re
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.sources import ROOT, sources
+
 pytestmark = pytest.mark.once
 
-_ROOT = Path(__file__).parents[2]
-_PACKAGE = _ROOT / "jax_cudnn"
+_PACKAGE = ROOT / "jax_cudnn"
 
 # What each layer may import from; itself always.
 _DATA = {"errors", "graph"}
@@ -63,7 +64,7 @@ _ALLOWED = {
     "adapters": {"errors", "config", "ops", "flax", "keywords"},
     # Attention over several devices, of the operation's own parts.
     "parallel": {
-        *("errors", "config", "graph", "reference", "lowering", "ops", "keywords"),
+        *("errors", "config", "graph", "reference", "lowering", "ops", "keywords")
     },
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},
@@ -201,7 +202,7 @@ _PRIVATE = "jax._src.xla_bridge.register_plugin_callbacks"
 
 
 def test_private_jax_is_one_name_in_one_module() -> None:
-    for path in (*_modules(), *sorted((_ROOT / "tests").rglob("*.py"))):
+    for path in (*_modules(), *sorted((ROOT / "tests").rglob("*.py"))):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found = [x for x in _imported_names(tree) if _is_within(x, "jax._src")]
         is_bridge = path.parts[-2:] == ("lowering", "_jax.py")
@@ -366,11 +367,11 @@ def test_no_folder_is_a_hall() -> None:
     folders = [
         folder
         for top in ("jax_cudnn", "tests", "ffi")
-        for folder in (_ROOT / top).rglob("*")
+        for folder in (ROOT / top).rglob("*")
         if folder.is_dir()
     ]
     counts = {
-        str(folder.relative_to(_ROOT)): sum(
+        str(folder.relative_to(ROOT)): sum(
             path.suffix in (".py", ".cc", ".h") for path in folder.iterdir()
         )
         for folder in folders
@@ -381,7 +382,7 @@ def test_no_folder_is_a_hall() -> None:
 # --- the C++ sources ------------------------------------------------------------------
 
 # What each folder of ffi/ may include from; itself always.
-_FFI = _ROOT / "ffi"
+_FFI = ROOT / "ffi"
 _INCLUDES_ALLOWED = {
     "base": set[str](),
     "graph": {"base"},
@@ -417,7 +418,7 @@ def _includes() -> list[tuple[Path, str]]:
     """Return each file of ffi/ with each name that it includes."""
     return [
         (path.relative_to(_FFI), name)
-        for path in _sources("*.cc", "*.h")
+        for path in sources("*.cc", "*.h")
         if path.is_relative_to(_FFI) and path.parent.name not in _FOREIGN
         for name in _INCLUDE.findall(path.read_text(encoding="utf-8"))
     ]
@@ -471,50 +472,3 @@ def test_libraries_are_included_in_their_folders_only() -> None:
         if name.startswith(library) and path.parts[0] not in homes
     ]
     assert not wrong
-
-
-# --- first lines ----------------------------------------------------------------------
-
-
-def _sources(*patterns: str) -> list[Path]:
-    folders = ("jax_cudnn", "tests", "scripts", "benchmarks", "examples", "ffi")
-    return sorted(
-        path
-        for folder in folders
-        for pattern in patterns
-        for path in (_ROOT / folder).rglob(pattern)
-        if path.stat().st_size
-    )
-
-
-def _label(path: Path) -> str:
-    return path.relative_to(_ROOT).as_posix()
-
-
-def _begins_well(path: Path) -> bool:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if lines[0].startswith("#!"):
-        del lines[0]
-    is_python = path.suffix == ".py"
-    sign, opening = ("#", ('"""', 'r"""')) if is_python else ("//", ("// ",))
-    is_licensed = lines[0] == f"{sign} SPDX-License-Identifier: Apache-2.0"
-    return is_licensed and lines[1].startswith(opening)
-
-
-def test_files_begin_with_licence_and_purpose() -> None:
-    files = _sources("*.py", "*.cc", "*.h")
-    assert len(files) > 500
-    assert [_label(path) for path in files if not _begins_well(path)] == []
-
-
-def _first_words(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        return text.splitlines()[1]
-    return (ast.get_docstring(ast.parse(text)) or "?").split("\n\n")[0]
-
-
-def test_files_begin_with_a_statement() -> None:
-    files = _sources("*.py", "*.cc", "*.h")
-    asks = re.compile(r"\?(\s|$)")
-    assert [_label(path) for path in files if asks.search(_first_words(path))] == []

@@ -2,20 +2,16 @@
 """Tests that the fastest plan with right results is found, without a GPU."""
 
 import contextlib
-import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn import UnsupportedError, choices, contenders, matmul, native
-from jax_cudnn.choices import Choice
+from jax_cudnn import UnsupportedError, choices, matmul, native
 from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.common.legalization import Rewrite
@@ -24,142 +20,23 @@ from jax_cudnn.lowering.decision import PartDecision
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.policy import ranking
 from jax_cudnn.reference.interpreter import evaluate
-from jax_cudnn.tuning import (
-    OutOfTimeError,
-    agreement,
-    contest,
-    fastest,
-    measure,
-    races,
-    together,
-)
+from jax_cudnn.tuning import OutOfTimeError, agreement, contest, fastest, measure, races
 from jax_cudnn.tuning.stopwatch import Measurement
-from tests.common.drawn_operands import draw_arrays
-from tests.common.planner import H200, PIN, made_plan
+from tests.common.planner import H200, made_plan
+from tests.tuning.stand_in import Gpu, Stopwatch, measured, pin, stand_in
 
 pytestmark = pytest.mark.once
-
-
-def _pin(engine: int) -> str:
-    return PIN.replace("4", str(engine))
-
-
-@dataclass(kw_only=True)
-class Gpu:
-    """Stands for a GPU whose plans take as many µs as their engines' numbers."""
-
-    engines: tuple[int, ...] = (30, 20, 10)
-    wrong: set[int] = field(default_factory=set)
-    broken: set[int] = field(default_factory=set)
-    xla_us: float = 1000.0
-    free_bytes: int = 1600
-    ran: list[float] = field(default_factory=lambda: [])
-
-    def candidates(
-        self, text: str, *, request: str, device: int
-    ) -> tuple[Candidate, ...]:
-        del text, request
-        assert device == 3
-        if not self.engines:
-            raise UnsupportedError("no candidate")
-        return tuple(made_plan(_pin(engine)) for engine in self.engines)
-
-    def plan(self, text: str, *, request: str, device: int) -> PlanInfo:
-        del text
-        assert device == 3
-        return made_plan(request)
-
-    def run(
-        self, step: PartDecision, operands: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
-        assert step.plan is not None
-        assert (step.plan.request, step.target) == (step.request, H200)
-        if step.plan.engine in self.broken:
-            raise jax.errors.JaxRuntimeError("out of memory")
-        results = evaluate(step.part, operands)
-        return [1.2 * x if step.plan.engine in self.wrong else x for x in results]
-
-
-class _Stopwatch:
-    def __init__(self, graph: Graph, sets: Any, device: Any, results: Any):
-        assert device.local_hardware_id == 3
-        for arrays, tensors in (
-            (sets[0], graph.input_tensors),
-            (results[0], graph.output_tensors),
-        ):
-            assert [x.shape for x in arrays] == [t.stored_shape for t in tensors]
-
-    def time(self, plan: PlanInfo, **options: Any) -> Measurement:
-        assert options["samples"] > 0
-        return Measurement.of([float(plan.engine)])
-
-
-class _Sets:
-    size = 100
-
-    def __init__(self, graph: Graph, device: Any):
-        assert device.local_hardware_id == 3
-        self.graph = graph
-        self.types = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.draw()[0]]]
-
-    def compile(self) -> None:
-        pass
-
-    def draw(self) -> list[list[jax.Array]]:
-        return [draw_arrays(self.graph)]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Measure on a stand-in; a program takes as long as its plan, or XLA."""
-    gpu = Gpu()
-    device = SimpleNamespace(local_hardware_id=3, platform="gpu")
-    ran = gpu.ran
-
-    def run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
-        assert step.plan is not None
-        ran.append(float(step.plan.engine))
-        return gpu.run(step, operands)
-
-    def run_xla(*args: Any) -> Sequence[jax.Array]:
-        ran.append(gpu.xla_us)
-        return evaluate(args[0], args[1])
-
-    def compile_over_sets(function: Callable[..., Any], types: Any) -> Any:
-        # Traced anew, and so added to what ran.
-        jax.eval_shape(lambda *xs: function(*xs), *types[0])
-        us = ran[-1]
-        return lambda sets: us
-
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
-    # One thread after the other, and all of them on the CPU.
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(native, "candidates", gpu.candidates)
-    monkeypatch.setattr(native, "plan", gpu.plan)
-    monkeypatch.setattr(races, "PlanStopwatch", _Stopwatch)
-    monkeypatch.setattr(contest, "OperandSets", _Sets)
-    monkeypatch.setattr(contest, "needed_bytes", lambda _: 300)
-    monkeypatch.setattr(contest, "free_bytes", lambda _: gpu.free_bytes)
-    monkeypatch.setattr(contest, "run_cudnn", run_cudnn)
-    monkeypatch.setattr(contest, "run_xla", run_xla)
-    monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
-    monkeypatch.setattr(
-        contest, "time_calls", lambda call, count, samples: Measurement.of([call()])
-    )
-    return gpu
-
-
-def _measure(deadline: float = float("inf"), max_plans: int | None = None) -> Choice:
-    x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
-    ((part, options, _),) = traced_graphs(matmul, x, w)
-    return measure(part, options, H200, deadline, max_plans)
+    return stand_in(monkeypatch)
 
 
 def test_the_fastest_plan_wins(gpu: Gpu) -> None:
-    choice = _measure()
-    assert (choice.implementation, choice.plan) == ("cudnn", _pin(10))
+    choice = measured()
+    assert (choice.implementation, choice.plan) == ("cudnn", pin(10))
     assert (choice.cudnn_us, choice.xla_us, choice.first_ratio) == (10, gpu.xla_us, 3)
 
 
@@ -178,7 +55,7 @@ def test_the_first_plans_are_built_and_one_of_each_engine(
     names = ("4 1", "4 2", "4 1", "4 3", "4 refused", "7 1", "7 2", "9 unnamed")
     listed = [
         replace(
-            made_plan(_pin(int(name[0]))),
+            made_plan(pin(int(name[0]))),
             engine=int(name[0]),
             request="" if "unnamed" in name else name,
             refusal="no" if "refused" in name else "",
@@ -212,14 +89,14 @@ def test_other_plans_of_an_engine_are_built_if_its_first_is_near(
     told: list[int] = []
 
     def candidates(*_: Any, **__: Any) -> tuple[Candidate, ...]:
-        return tuple(replace(made_plan(_pin(n)), engine=n // 10) for n in times)
+        return tuple(replace(made_plan(pin(n)), engine=n // 10) for n in times)
 
     def plan(text: str, *, request: str, device: int) -> PlanInfo:
         found = gpu.plan(text, request=request, device=device)
         told.append(found.engine)
         return replace(found, engine=found.engine // 10, workspace_bytes=found.engine)
 
-    class Stopwatch(_Stopwatch):
+    class Counted(Stopwatch):
         def time(self, plan: PlanInfo, **options: Any) -> Measurement:
             if plan.workspace_bytes in broken:
                 raise RuntimeError("it does not run")
@@ -227,15 +104,15 @@ def test_other_plans_of_an_engine_are_built_if_its_first_is_near(
 
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
-    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
-    choice = _measure(max_plans=10)
+    monkeypatch.setattr(races, "PlanStopwatch", Counted)
+    choice = measured(max_plans=10)
     assert told == built
     told.clear()
-    _measure(max_plans=None)
+    measured(max_plans=None)
     assert sorted(told) == sorted(times), "without a limit, all of them"
     ran = {n: us for n, us in times.items() if n in built and n not in broken}
     best = min(ran, key=lambda n: ran[n])
-    assert choice.plan == _pin(best)
+    assert choice.plan == pin(best)
     # The plan that runs untuned is the first in cuDNN's order that runs.
     first = next(us for n, us in ran.items())
     assert choice.first_ratio == round(first / ran[best], 3)
@@ -246,14 +123,14 @@ def test_plans_get_more_samples_the_nearer_they_are_to_the_best(
 ) -> None:
     samples: dict[int, list[int]] = {}
 
-    class Stopwatch(_Stopwatch):
+    class Counted(Stopwatch):
         def time(self, plan: PlanInfo, **options: Any) -> Measurement:
             samples.setdefault(plan.engine, []).append(options["samples"])
             return super().time(plan, **options)
 
-    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Counted)
     gpu.engines = (301, 151, 150, 104, 100)
-    _measure()
+    measured()
     assert samples == {
         301: [1],
         151: [1, 1],
@@ -265,7 +142,7 @@ def test_plans_get_more_samples_the_nearer_they_are_to_the_best(
 
 def test_only_plans_that_may_be_built_are_timed(gpu: Gpu) -> None:
     gpu.engines = (30, 20, 10)
-    assert _measure(max_plans=1).plan == _pin(10), "each engine has one"
+    assert measured(max_plans=1).plan == pin(10), "each engine has one"
 
 
 @pytest.mark.parametrize(("free", "runs"), [(1600, 2), (1599, 1)])
@@ -273,7 +150,7 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, free: int, runs: int
 ) -> None:
     ran: list[float] = []
-    compiled, pins = contest.compile_over_sets, [_pin(each) for each in gpu.engines]
+    compiled, pins = contest.compile_over_sets, [pin(each) for each in gpu.engines]
 
     def compile_over_sets(function: Callable[..., Any], types: Any) -> Any:
         program = compiled(function, types)
@@ -285,7 +162,7 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
 
         return counted
 
-    class Stopwatch(_Stopwatch):
+    class Counted(Stopwatch):
         def time(self, plan: PlanInfo, **options: Any) -> Measurement:
             assert plan.request in pins
             before.append(ran.count(gpu.xla_us))
@@ -293,9 +170,9 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
 
     before: list[int] = []
     monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
-    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Counted)
     gpu.free_bytes = free
-    _measure()
+    measured()
     # It is timed after the plans.
     assert (before[0], ran.count(gpu.xla_us)) == (runs - 1, runs)
 
@@ -311,7 +188,7 @@ def test_ways_that_round_sums_do_not_race_where_digits_count(
     rounding = replace(found, candidates=tuple(map(_rounding, found.candidates)))
     monkeypatch.setattr(ranking, "legalize", lambda *_: rounding)
     choice = measure(part, replace(options, exact_dtypes=exact), H200)
-    assert choice.plan == ("" if exact else _pin(10))
+    assert choice.plan == ("" if exact else pin(10))
 
 
 def _rounding(rewrite: Rewrite) -> Rewrite:
@@ -320,33 +197,33 @@ def _rounding(rewrite: Rewrite) -> Rewrite:
 
 def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:
     gpu.xla_us = 5
-    choice = _measure()
-    assert (choice.implementation, choice.plan) == ("xla", _pin(10))
+    choice = measured()
+    assert (choice.implementation, choice.plan) == ("xla", pin(10))
 
 
 def test_a_plan_with_wrong_results_is_warned_of_and_not_chosen(
     gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu.wrong = {10}
-    choice = _measure()
-    assert choice.plan == _pin(20)
+    choice = measured()
+    assert choice.plan == pin(20)
     assert choice.first_ratio == 1.5
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert f"plan {made_plan(_pin(10)).name} for matmul(bf16[1,8,16]," in record.message
+    assert f"plan {made_plan(pin(10)).name} for matmul(bf16[1,8,16]," in record.message
     assert "differ from the reference's by 0.2 of their norm" in record.message
 
 
 def test_where_all_plans_are_wrong_xla_is_left(gpu: Gpu) -> None:
     gpu.wrong = set(gpu.engines)
-    choice = _measure()
+    choice = measured()
     assert (choice.implementation, choice.plan, choice.cudnn_us) == ("xla", "", None)
 
 
 def test_a_plan_that_does_not_run_is_passed_over(gpu: Gpu) -> None:
     gpu.broken = {10}
-    choice = _measure()
-    assert (choice.plan, choice.cudnn_us) == (_pin(20), 20), "also a much slower one"
+    choice = measured()
+    assert (choice.plan, choice.cudnn_us) == (pin(20), 20), "also a much slower one"
 
 
 class _Builders:
@@ -362,7 +239,7 @@ class _Builders:
 
     def built_elsewhere(self, text: str, request: str) -> bytes:
         self.told.append(("built elsewhere", request))
-        if request == _pin(self._crashes):
+        if request == pin(self._crashes):
             raise UnsupportedError("cuDNN crashed")
         return text.encode()
 
@@ -379,7 +256,7 @@ def test_other_processes_build_what_is_not_first(
     builders = _Builders(gpu, crashes=10)
 
     def listed(*_: Any, **__: Any) -> tuple[Candidate, ...]:
-        return tuple(replace(made_plan(_pin(n)), engine=1) for n in gpu.engines)
+        return tuple(replace(made_plan(pin(n)), engine=1) for n in gpu.engines)
 
     monkeypatch.setattr(native, "candidates", listed)
     monkeypatch.setattr(native, "plan", None)
@@ -388,12 +265,12 @@ def test_other_processes_build_what_is_not_first(
     )
     monkeypatch.setattr(fastest, "_ENOUGH_PARTS", 1)
     monkeypatch.setattr(fastest, "_ENOUGH_CORES", 1)
-    assert _measure().plan == _pin(20), "the crash is of one plan alone"
-    assert builders.told[0] == ("plan", _pin(30))
+    assert measured().plan == pin(20), "the crash is of one plan alone"
+    assert builders.told[0] == ("plan", pin(30))
     assert sorted(builders.told[1:]) == [
-        ("built elsewhere", _pin(10)),
-        ("built elsewhere", _pin(20)),
-        ("taken", _pin(20)),
+        ("built elsewhere", pin(10)),
+        ("built elsewhere", pin(20)),
+        ("taken", pin(20)),
     ]
 
 
@@ -420,7 +297,7 @@ def test_ways_are_not_compared_by_their_kernels_alone(
     def candidates(text: str, *, request: str, device: int) -> tuple[Candidate, ...]:
         del request, device
         pins = (20,) if "other" in text else (160, 110)
-        return tuple(replace(made_plan(_pin(pin)), engine=1) for pin in pins)
+        return tuple(replace(made_plan(pin(each)), engine=1) for each in pins)
 
     def plan(text: str, *, request: str, device: int) -> PlanInfo:
         found = gpu.plan(text, request=request, device=device)
@@ -430,7 +307,7 @@ def test_ways_are_not_compared_by_their_kernels_alone(
     monkeypatch.setattr(ranking, "legalize", _two_ways)
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
-    _measure(max_plans=10)
+    measured(max_plans=10)
     assert told == [160, 20, 110]
 
 
@@ -440,7 +317,7 @@ def test_a_plan_that_does_not_run_again_is_passed_over(
 ) -> None:
     runs = 0
 
-    class Stopwatch(_Stopwatch):
+    class Counted(Stopwatch):
         def time(self, plan: PlanInfo, **options: Any) -> Measurement:
             nonlocal runs
             runs += plan.engine == 100
@@ -448,9 +325,9 @@ def test_a_plan_that_does_not_run_again_is_passed_over(
                 raise MemoryError
             return super().time(plan, **options)
 
-    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Counted)
     gpu.engines = (104, 100)
-    assert _measure().plan == _pin(104)
+    assert measured().plan == pin(104)
 
 
 def test_what_seems_far_is_looked_at_twice(
@@ -458,20 +335,20 @@ def test_what_seems_far_is_looked_at_twice(
 ) -> None:
     first = {100: 160.0, 40: 400.0}  # what a busy host made of it
 
-    class Stopwatch(_Stopwatch):
+    class Counted(Stopwatch):
         def time(self, plan: PlanInfo, **options: Any) -> Measurement:
             us = first.pop(plan.engine, float(plan.engine))
             return Measurement.of([us])
 
-    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Counted)
     gpu.engines = (100, 90, 40)
-    assert _measure().plan == _pin(90), "what took over 3 times as long stays behind"
+    assert measured().plan == pin(90), "what took over 3 times as long stays behind"
     assert not first
 
 
 def test_without_a_plan_xla_is_left(gpu: Gpu) -> None:
     gpu.engines = ()
-    choice = _measure()
+    choice = measured()
     assert (choice.implementation, choice.plan, choice.rewritten) == ("xla", "", "")
 
 
@@ -483,7 +360,7 @@ def test_results_that_nothing_can_be_compared_with_are_not_refused(
 
     monkeypatch.setattr(agreement, "reference_results", out_of_memory)
     gpu.wrong = {10}
-    assert _measure().plan == _pin(10)
+    assert measured().plan == pin(10)
 
 
 def test_the_winner_is_of_the_rewriting_that_is_fastest(
@@ -500,12 +377,12 @@ def test_the_winner_is_of_the_rewriting_that_is_fastest(
     def candidates(text: str, *, request: str, device: int) -> tuple[Candidate, ...]:
         del request, device
         engine = 15 if "other" in text else 20
-        return (made_plan(_pin(engine)),)
+        return (made_plan(pin(engine)),)
 
     monkeypatch.setattr(ranking, "legalize", legalize)
     monkeypatch.setattr(native, "candidates", candidates)
-    choice = _measure()
-    assert choice.plan == _pin(15)
+    choice = measured()
+    assert choice.plan == pin(15)
     assert choice.rewritten == choices.digest_of(graphs[1])
     assert choice.rewritten != choices.digest_of(graphs[0])
 
@@ -535,165 +412,11 @@ def test_no_plan_is_compared_when_the_time_is_over(
     monkeypatch.setattr(gpu, "run", run)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with pytest.raises(OutOfTimeError):
-        _measure(deadline=0.5)
+        measured(deadline=0.5)
     assert now == [2], "the fastest, for one set and for all; the second was not run"
 
 
 def test_measuring_ends_with_its_time(gpu: Gpu) -> None:
     del gpu
     with pytest.raises(OutOfTimeError):
-        _measure(deadline=time.monotonic() - 1)
-
-
-# --- contenders -----------------------------------------------------------------------
-
-
-def _compete(
-    monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any], us: float, gpu: Gpu
-) -> None:
-    """Let a program compete, which takes so long."""
-    mine = contenders.Contender(name="mine", version="2", offer=lambda _: None)
-
-    def timed(*operands: jax.Array) -> Any:
-        gpu.ran.append(us)
-        return program(*operands)
-
-    monkeypatch.setattr(contenders, "all_of", lambda _: [(mine, timed)])
-
-
-def _multiplied(x: jax.Array, y: jax.Array) -> list[jax.Array]:
-    return [jnp.matmul(x, y)]
-
-
-@pytest.mark.parametrize(
-    ("us", "winner"), [(9, "mine 2"), (10, "cudnn"), (11, "cudnn")]
-)
-def test_a_contender_wins_where_it_is_faster(
-    us: float, winner: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _compete(monkeypatch, _multiplied, us, gpu)
-    choice = _measure()
-    assert (choice.implementation, choice.plan) == (winner, _pin(10))
-    assert choice.contenders_us == (("mine 2", us),)
-    assert choice.without_contenders().implementation == "cudnn"
-
-
-def test_a_contender_with_wrong_results_is_warned_of(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    _compete(monkeypatch, lambda x, y: [1.2 * jnp.matmul(x, y)], 1, gpu)
-    choice = _measure()
-    assert (choice.implementation, choice.contenders_us) == ("cudnn", ())
-    (record,) = caplog.records
-    assert record.message.startswith("mine 2 for matmul(bf16[1,8,16],")
-
-
-@pytest.mark.parametrize(
-    ("error", "is_warned_of"),
-    [(NotImplementedError("no"), False), (KeyError("a"), True)],
-)
-def test_a_contender_that_fails_is_passed_over(
-    error: Exception,
-    is_warned_of: bool,
-    gpu: Gpu,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(*_: jax.Array) -> list[jax.Array]:
-        raise error
-
-    _compete(monkeypatch, fail, 1, gpu)
-    assert _measure().implementation == "cudnn"
-    told = [record.message for record in caplog.records]
-    assert bool(told) == is_warned_of
-    assert all("it fails: KeyError: 'a'" in each for each in told)
-
-
-# --- little time ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("until", "batches", "left"),
-    [
-        # Up to twice as many as cores, if a part takes one of these 25 s; then, if one
-        # takes as long as those before it, 4 s.
-        ([math.inf], [8, 8, 4], 0),
-        ([200], [8, 8, 4], 0),
-        ([40], [6, 4], 10),
-        ([19], [3, 1], 16),
-        ([3], [1], 19),
-        ([-1], [1], 19),
-        # More time, or less, is seen when the next ones begin.
-        ([19, 44], [3, 8], 9),
-        ([40, 26], [6], 14),
-    ],
-)
-def test_as_many_parts_are_begun_as_there_is_time_for(
-    until: list[float], batches: list[int], left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, begun, found = [0.0], [], []
-    by_others: list[bool] = []
-
-    class Contest:
-        def __init__(self, part: Any, *rest: Any) -> None:
-            self.part = part
-            by_others.append(rest[-1] is not None)
-
-        def choice(self) -> Any:
-            yield []
-            now[0] += 4
-            return self.part
-
-    def in_stages(works: Sequence[Any]) -> Any:
-        begun.append(len(works))
-        return together.in_stages(works)
-
-    monkeypatch.setattr(fastest, "Contest", Contest)
-    monkeypatch.setattr(fastest, "in_stages", in_stages)
-    monkeypatch.setattr(fastest, "local_device", lambda: SimpleNamespace(
-        local_hardware_id=3
-    ))  # fmt: skip
-    monkeypatch.setattr(fastest, "plan_builders", lambda *_: contextlib.nullcontext(1))
-    monkeypatch.setattr(fastest, "_ENOUGH_PARTS", 8)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    parts: Any = [(i, None) for i in range(20)]
-    ends = iter(until)
-    each = fastest.measure_each(parts, H200, until=lambda: next(ends, until[-1]))
-    with pytest.raises(OutOfTimeError) if left else contextlib.nullcontext():
-        found.extend(each)
-    begun[0] -= 1  # what runs beside them
-    assert begun == batches
-    assert found == list(range(20 - left))
-    # Other processes are there from the first large number of parts on.
-    before = sum(batches[: batches.index(8)] if 8 in batches else batches)
-    assert by_others == [i >= before for i in range(20 - left)]
-
-
-@pytest.mark.parametrize("until", [math.inf, -1.0])
-def test_when_it_is_late_only_the_first_plan_of_an_engine_is_built(
-    until: float, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    first, second = made_plan(_pin(10)), made_plan(_pin(10).replace(":2}", ":8}"))
-    assert first.request != second.request
-
-    def plan(text: str, *, request: str, device: int) -> PlanInfo:
-        asked.append(request)
-        return gpu.plan(text, request=request, device=device)
-
-    monkeypatch.setattr(native, "candidates", lambda *_, **__: (first, second))
-    monkeypatch.setattr(native, "plan", plan)
-    ((part, options, _),) = traced_graphs(
-        matmul,
-        jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
-        jax.ShapeDtypeStruct((16, 8), jnp.bfloat16),
-    )
-    ran: list[str] = []
-    beside = [lambda: ran.append(f"after {len(asked)} plans")]
-    (choice,) = fastest.measure_each(
-        [(part, options)], H200, until=lambda: until, beside=beside
-    )
-    assert choice.plan in (first.request, second.request)
-    assert (second.request in asked) == (until > 0)
-    assert ran == ["after 0 plans"]
+        measured(deadline=time.monotonic() - 1)

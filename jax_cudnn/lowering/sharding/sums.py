@@ -158,16 +158,12 @@ def _sends_less(
     results: Iterable[str],
     options: Options,
 ) -> bool:
-    """Whether results that are gathered are fewer bytes than a sum that is not.
-
-    As many are fine as well: what follows the sum is then computed once.
-    """
+    """Whether results that are gathered are fewer bytes than a sum that is not."""
     if name in rounded_sums(graph) and options.reduce_dtype == "f32":
         # The sum of two is rounded once, wherever it is computed.
         return shares(division, name) > 2
     gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
-    total = _bytes(sum_dtype(graph, name, options))
-    return gathered < total or (gathered == total and {name} != {*results})
+    return gathered < _bytes(sum_dtype(graph, name, options))
 
 
 def _bytes(dtype: DTypeName) -> int:

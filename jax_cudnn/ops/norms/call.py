@@ -164,8 +164,8 @@ def check_axes(
     given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     if not given or not all(map(_is_int, given)):
         raise TypeError(
-            f"{op}: {name}={axes!r}. It must be an int or a sequence of ints, "
-            "the axes of x to normalise over. Pass -1 for the last one."
+            f"{op}: {name}={axes!r}. It must be an int or a sequence of ints, one or "
+            "more, which name axes of x. Pass for example 0, or (-2, -1)."
         )
     if not all(-rank <= axis < rank for axis in given):
         advice = f"Pass numbers from {-rank} to {rank - 1}."

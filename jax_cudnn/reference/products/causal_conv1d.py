@@ -132,12 +132,13 @@ def _row(w: jax.Array, tap: int | jax.Array) -> jax.Array:
 def _convolved(x: jax.Array, w: jax.Array) -> jax.Array:
     if x.shape[2] == 0:
         return x  # A convolution has one group at least.
+    # The axes of w are in the order that contraction.py has for filters of groups.
     return jax.lax.conv_general_dilated(
         x,
-        w[:, None],
+        w[None],
         (1,),
         [(w.shape[0] - 1, 0)],
-        dimension_numbers=("NWC", "WIO", "NWC"),
+        dimension_numbers=("NWC", "IWO", "NWC"),
         feature_group_count=x.shape[2],
         precision="highest",
     )

@@ -56,21 +56,24 @@ def conv_fprop(
     x, w = inputs["x"], inputs["w"]
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
-    if _is_transposed(attributes) and not shifted.applies(x, w, w.shape):
+    groups = _groups(x.shape, w.shape)
+    is_short_sum = shifted.applies(x, w, w.shape)
+    w, numbers = _filters(w, _natural(x.ndim), outputs["output"], groups)
+    if _is_transposed(attributes) and not is_short_sum:
         # XLA takes a convolution by a filter that is flipped last for a gradient, and
         # multiplies by no zeros. It must not see that the filter is flipped twice.
-        taps = range(2, w.ndim)
+        taps = numbers.rhs_spec[2:]
         w = jax.lax.rev(jax.lax.optimization_barrier(jax.lax.rev(w, taps)), taps)
     result = _conv_in_groups(
         x,
         w,
         outputs["output"],
-        _natural(x.ndim),
+        numbers,
         window_strides=attributes.window_strides,
         padding=_pairs(attributes.padding_low, attributes.padding_high),
         lhs_dilation=attributes.lhs_dilation,
         rhs_dilation=attributes.rhs_dilation,
-        groups=_groups(x.shape, w.shape),
+        groups=groups,
         precision=precision,
     )
     return {"output": result}
@@ -102,11 +105,15 @@ def conv_dgrad(
         full = dilated(size, attributes.lhs_dilation[i])
         high.append(full + window - 1 - grown - low[i])
     natural = tuple(range(w.ndim))
+    numbers = jax.lax.ConvDimensionNumbers(natural, _swapped(w.ndim), natural)
+    filters, numbers = _filters(
+        _by_output(w, groups), numbers, outputs["grad_x"], groups
+    )
     result = _conv_in_groups(
         grad,
-        jax.lax.rev(_by_output(w, groups), natural[2:]),
+        jax.lax.rev(filters, numbers.rhs_spec[2:]),
         outputs["grad_x"],
-        jax.lax.ConvDimensionNumbers(natural, _swapped(w.ndim), natural),
+        numbers,
         window_strides=attributes.lhs_dilation,
         padding=_pairs(low, high),
         lhs_dilation=attributes.window_strides,
@@ -293,6 +300,25 @@ def _conv(
         **options,  # type: ignore[arg-type]
     )
     return jnp.transpose(result, back)
+
+
+def _filters(
+    w: jax.Array, numbers: jax.lax.ConvDimensionNumbers, output: Tensor, groups: int
+) -> tuple[jax.Array, jax.lax.ConvDimensionNumbers]:
+    """Return filters, those of groups stored like the output, and where their axes are.
+
+    Their in channels are where the output has its batch, and their out channels where
+    it has its own. JAX's gradient of the filters of as many groups as channels is wrong
+    in most other orders, where XLA divides the channels among all devices (JAX 0.10, on
+    CPU devices).
+    """
+    if groups == 1:
+        return w, numbers
+    out, channels, *taps = numbers.rhs_spec
+    axes = (channels, out, *taps)
+    first, second, *others = (output.order.index(axis) for axis in range(w.ndim))
+    moved = jnp.transpose(w, [axes[axis] for axis in output.order])
+    return moved, numbers._replace(rhs_spec=(second, first, *others))
 
 
 def _natural(rank: int) -> jax.lax.ConvDimensionNumbers:

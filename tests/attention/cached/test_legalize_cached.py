@@ -15,17 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_cudnn.graph import Graph, Target, from_json, to_json
+from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.graph.attention.cached import room
 from jax_cudnn.legalize import Rewrite, legalize
 from jax_cudnn.legalize.attention import cached as rules
 from tests.attention.shared.cached import cached_graph
+from tests.attention.shared.legal import HOPPER
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
-
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 
 
 def _run(rewrite: Rewrite, operands: list[Any]) -> tuple[Any, ...]:
@@ -64,7 +63,7 @@ def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
 def _check_meaning(graph: Graph, ways: int) -> None:
     operands = draw_arrays(graph)
     want = evaluate(graph, operands)
-    candidates = legalize(graph, _HOPPER).candidates
+    candidates = legalize(graph, HOPPER).candidates
     assert len(candidates) == ways
     for rewrite in candidates:
         for x, y in zip(_run(rewrite, operands), want, strict=True):
@@ -118,7 +117,7 @@ def test_more_tokens_than_there_is_room_for_keep_the_meaning(
         lost = np.isnan(want[1])
         assert lost.any()
         assert not lost.all()
-        for rewrite in legalize(graph, _HOPPER).candidates:
+        for rewrite in legalize(graph, HOPPER).candidates:
             for x, y in zip(_run(rewrite, operands), want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
@@ -153,19 +152,19 @@ def test_queries_become_heads_within_a_window(left: int, is_paged: bool) -> None
 
 
 def _only(graph: Graph) -> Rewrite:
-    (rewrite,) = legalize(graph, _HOPPER).candidates
+    (rewrite,) = legalize(graph, HOPPER).candidates
     return rewrite
 
 
 def test_as_heads_the_kernel_has_one_query_and_every_head() -> None:
     graph = cached_graph(is_paged=True, dtype="bf16", with_stats=False)
-    first, second = legalize(graph, _HOPPER).candidates
+    first, second = legalize(graph, HOPPER).candidates
     assert first.graph.tensor("query").dims == (4, 18, 1, 8)
     assert first.graph.outputs == ("output", "stats")
     assert not first.graph.nodes[0].attributes.is_causal  # type: ignore[attr-defined]
     assert second.graph.tensor("query").dims == (4, 6, 3, 8)
     assert second.graph.nodes[0].attributes.is_causal  # type: ignore[attr-defined]
-    assert len(legalize(_of_length(16), _HOPPER).candidates) == 2
+    assert len(legalize(_of_length(16), HOPPER).candidates) == 2
     assert _only(_of_length(17)).graph.tensor("query").dims[2] == 17
 
 
@@ -178,7 +177,7 @@ def test_the_cache_reaches_the_kernel_as_it_is() -> None:
         graph = cached_graph(is_paged=is_paged, dtype="bf16")
         operands = draw_arrays(graph)
         given = dict(zip(graph.inputs, operands, strict=True))
-        for rewrite in legalize(graph, _HOPPER).candidates:
+        for rewrite in legalize(graph, HOPPER).candidates:
             changed = dict(
                 zip(rewrite.graph.inputs, rewrite.before(operands), strict=True)
             )
@@ -217,7 +216,7 @@ def test_the_cache_reaches_the_kernel_as_it_is() -> None:
     ],
 )
 def test_what_cudnn_does_not_take_is_refused(graph: Graph, reasons: list[str]) -> None:
-    refusal = legalize(graph, _HOPPER)
+    refusal = legalize(graph, HOPPER)
     assert not refusal.candidates
     assert refusal.reasons == tuple(reasons)
     assert 'Pass implementation="xla"' in refusal.advice
@@ -230,7 +229,7 @@ def test_targets_without_it_are_refused() -> None:
         ({"cudnn_version": 91001}, "cuDNN 9.10.0 to 9.10.1: attention is wrong"),
         ({"cudnn_version": 90400}, "cuDNN 90400 has no pages; they came with 90500"),
     ):
-        target = dataclasses.replace(_HOPPER, **changes)  # type: ignore[arg-type]
+        target = dataclasses.replace(HOPPER, **changes)  # type: ignore[arg-type]
         (found,) = legalize(graph, target).reasons
         assert found.startswith(reason)
     assert legalize(graph, None).candidates

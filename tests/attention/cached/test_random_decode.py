@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.attention.shared import random_decode
-from tests.attention.shared.random_attentions import worst_ratio
 from tests.attention.shared.random_decode import Problem, judge
+from tests.common.judged import worst_ratio
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 

@@ -11,17 +11,17 @@ import pytest
 from jax_cudnn.graph import Target, from_json, to_json
 from jax_cudnn.legalize import legalize
 from tests.attention.shared.f8_graphs import f8_graph
+from tests.attention.shared.legal import HOPPER
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate, evaluate_legal
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
-_BLACKWELL = dataclasses.replace(_HOPPER, name="NVIDIA B200", sm_version=100)
+_BLACKWELL = dataclasses.replace(HOPPER, name="NVIDIA B200", sm_version=100)
 _BOTH = ("query_lengths", "key_lengths")
 
 
-@pytest.mark.parametrize("target", [_HOPPER, _BLACKWELL])
+@pytest.mark.parametrize("target", [HOPPER, _BLACKWELL])
 @pytest.mark.parametrize(
     "change",
     [
@@ -66,17 +66,17 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
     [
         (
             {},
-            dataclasses.replace(_HOPPER, name="NVIDIA A100", sm_version=80),
+            dataclasses.replace(HOPPER, name="NVIDIA A100", sm_version=80),
             "NVIDIA A100 is sm_80; cuDNN's f8 attention needs sm_90 (Hopper) or newer",
         ),
         (
             {},
-            dataclasses.replace(_HOPPER, cudnn_version=91000),
+            dataclasses.replace(HOPPER, cudnn_version=91000),
             "cuDNN 9.10.0: there is no f8 attention. Use cuDNN 9.10.1 or newer",
         ),
         (
             {"result": "bf16"},
-            _HOPPER,
+            HOPPER,
             "the result is bf16; cuDNN gives 16-bit results of f8 operands on sm_100 "
             "(Blackwell) and newer, from 9.13 on. Ask for f8 and dequantize",
         ),
@@ -88,7 +88,7 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
         ),
         (
             {"d": 257},
-            _HOPPER,
+            HOPPER,
             "head sizes d=257, e=13; cuDNN's f8 attention takes at most 256",
         ),
         (
@@ -99,20 +99,20 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
         ),
         (
             {"window": (1, 1), "lengths": _BOTH},
-            _HOPPER,
+            HOPPER,
             "the window [1, 1] leaves queries without a key, or is combined with "
             "lengths; "
             "cuDNN's f8 attention has no mask for it",
         ),
         (
             {"s": 1, "is_causal": True},
-            _HOPPER,
+            HOPPER,
             "a single query with is_causal or a window; cuDNN's f8 attention takes two "
             "or more on sm_90. Omit them, and the keys that they mask",
         ),
         (
             {"b": 65536},
-            _HOPPER,
+            HOPPER,
             "cuDNN's attention takes at most 65535 batch entries and 65535 heads",
         ),
     ],

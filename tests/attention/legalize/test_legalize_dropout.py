@@ -14,21 +14,11 @@ import numpy as np
 import pytest
 
 from jax_cudnn import sdpa
-from jax_cudnn.graph import (
-    Graph,
-    SdpaAttributes,
-    Target,
-    Tensor,
-    derivative_of,
-    from_json,
-    sdpa_graph,
-    to_json,
-)
+from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor, sdpa_graph
 from jax_cudnn.legalize import Rewrite, legalize
-from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.reference.attention.dropout import numbered
 from jax_cudnn.reference.dtypes import jax_dtype
-from tests.attention.shared.flash import flash
+from tests.attention.shared.legal import gradient_of, run_legal
 from tests.attention.shared.oracle import SIZES, shape_of
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
@@ -40,11 +30,6 @@ _COMPARED = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_versio
 _OTHER = dataclasses.replace(_COMPARED, cudnn_version=92700)
 _SMALL = {**SIZES, "s": 21, "t": 35, "d": 5, "e": 3}
 _KEPT_WHERE = {"drawn": _COMPARED, "given": _OTHER}
-
-
-@pytest.fixture
-def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
 
 
 def _graph(
@@ -111,30 +96,8 @@ def _operands(graph: Graph) -> list[jax.Array]:
 
 
 def _run(rewrite: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    assert from_json(to_json(rewrite.graph)) == rewrite.graph
     assert rewrite.graph.nodes[0].kind in ("sdpa", "sdpa_backward")
-    changed = jax.jit(rewrite.before)(operands)
-    for tensor, x in zip(rewrite.graph.input_tensors, changed, strict=True):
-        assert x.shape == tensor.stored_shape, tensor
-    return jax.jit(rewrite.after)(operands, flash(rewrite.graph, changed))
-
-
-def _backward(graph: Graph, operands: list[jax.Array], outputs: Any) -> tuple[Any, Any]:
-    derivative = derivative_of(graph)
-    assert derivative is not None
-    wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
-    backward = derivative.backward(graph, wanted, (True, True))
-    assert backward is not None
-    rng = np.random.default_rng(1)
-    source = {
-        "input": operands,
-        "output": list(outputs),
-        "cotangent": [
-            jnp.asarray(np.asarray(rng.standard_normal(x.shape), jnp.float32))
-            for x in outputs
-        ],
-    }
-    return backward.graph, [source[kind][i] for kind, i in backward.operands]
+    return run_legal(rewrite, operands)
 
 
 def _assert_close(graph: Graph, rewrite: Rewrite, got: Any, want: Any) -> None:
@@ -174,7 +137,7 @@ def test_legal_graphs_with_dropout_keep_the_meaning(
     target = _KEPT_WHERE[way]
     outputs = evaluate(graph, operands)
     forward = legalize(graph, target).candidates
-    backward, more = _backward(graph, operands, outputs)
+    backward, more = gradient_of(graph, operands, outputs)
     want = evaluate(backward, more)
     gradient = legalize(backward, target).candidates
     ways = 2 if way == "drawn" else 1
@@ -216,7 +179,7 @@ def test_a_mask_of_the_callers_keeps_the_meaning(roles: tuple[str, ...]) -> None
     operands["dropout_mask"] = drawn.astype(jnp.float32)
     given = list(operands.values())
     outputs = evaluate(graph, given)
-    backward, more = _backward(graph, given, outputs)
+    backward, more = gradient_of(graph, given, outputs)
     for rewrite in legalize(graph, _COMPARED).candidates:
         _assert_close(graph, rewrite, _run(rewrite, given), outputs)
     for rewrite in legalize(backward, _COMPARED).candidates:
@@ -232,7 +195,7 @@ def test_padded_rows_and_keys_do_not_move_what_is_dropped(
     graph = _graph(s=s, t=t)
     operands = _operands(graph)
     outputs = evaluate(graph, operands)
-    backward, more = _backward(graph, operands, outputs)
+    backward, more = gradient_of(graph, operands, outputs)
     for rewrite in legalize(backward, _KEPT_WHERE[way]).candidates:
         _assert_close(backward, rewrite, _run(rewrite, more), evaluate(backward, more))
 
@@ -256,7 +219,7 @@ def test_rows_far_from_zero_have_the_gradient_of_their_mask() -> None:
     operands = dict(zip(graph.inputs, _operands(graph), strict=True))
     operands["bias"] = operands["bias"].at[:, :, ::3].add(-1e9)
     outputs = evaluate(graph, list(operands.values()))
-    backward, more = _backward(graph, list(operands.values()), outputs)
+    backward, more = gradient_of(graph, list(operands.values()), outputs)
     for rewrite in legalize(backward, _COMPARED).candidates:
         _assert_close(backward, rewrite, _run(rewrite, more), evaluate(backward, more))
 
@@ -297,7 +260,7 @@ def test_entries_of_several_examples_keep_the_meaning(b: int, entries: int) -> N
     graph = _graph("bias", b=b, entries=entries)
     operands = _operands(graph)
     outputs = evaluate(graph, operands)
-    backward, more = _backward(graph, operands, outputs)
+    backward, more = gradient_of(graph, operands, outputs)
     for each, given, want in (
         (graph, operands, outputs),
         (backward, more, evaluate(backward, more)),

@@ -28,21 +28,14 @@ from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.legalize.common.legalization import Rewrite
 from jax_cudnn.lowering import traced_graphs
 from tests.attention.shared.flash import flash
-from tests.attention.shared.packed import (
-    MIXED,
-    ROWS,
-    Rows,
-    any_rows,
-    graph_of,
-    ragged,
-)
+from tests.attention.shared.legal import HOPPER
+from tests.attention.shared.packed import MIXED, ROWS, Rows, any_rows, graph_of, ragged
 from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
-_AMPERE = dataclasses.replace(_HOPPER, name="NVIDIA A100", sm_version=80)
-_WITH_9_14 = dataclasses.replace(_HOPPER, cudnn_version=91400)
+_AMPERE = dataclasses.replace(HOPPER, name="NVIDIA A100", sm_version=80)
+_WITH_9_14 = dataclasses.replace(HOPPER, cudnn_version=91400)
 
 
 def _operands(rows: Rows, graph: Graph, values: dict[str, Any]) -> list[jax.Array]:
@@ -83,7 +76,7 @@ def _check_kernel(
         of_gradient = [jnp.asarray(source[kind][i]) for kind, i in backward.operands]
         for each, xs in ((graph, operands), (backward.graph, of_gradient)):
             want = evaluate(each, xs)
-            first, *others = legalize(each, _HOPPER).candidates
+            first, *others = legalize(each, HOPPER).candidates
             assert [
                 n for rewrite in others for n in rewrite.notes if "become a mask" in n
             ]
@@ -144,11 +137,11 @@ def test_kernels_get_any_sequences_right(rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("changes", "target", "reason"),
     [
-        ({"window": (-1, 2)}, _HOPPER, r"cuDNN has no band for the window \[-1, 2\]"),
+        ({"window": (-1, 2)}, HOPPER, r"cuDNN has no band for the window \[-1, 2\]"),
         ({}, _AMPERE, "sm_80 has no packed log-sum-exp in cuDNN"),
-        ({"queries": [[(0, 1)] * 40000] * 2, "keys": [[(0, 1)] * 40000] * 2}, _HOPPER,
+        ({"queries": [[(0, 1)] * 40000] * 2, "keys": [[(0, 1)] * 40000] * 2}, HOPPER,
          "2 rows of 40000 sequences exceed 65535"),
-        ({"t": 2**22, "d": 256}, _HOPPER, r"their offsets would be 2\^31 or more"),
+        ({"t": 2**22, "d": 256}, HOPPER, r"their offsets would be 2\^31 or more"),
     ],
 )  # fmt: skip
 def test_other_sequences_are_a_mask_and_the_note_says_why(
@@ -200,7 +193,7 @@ def test_gradients_of_large_heads_are_a_mask_before_9_19(
     """The cotangent of the log-sum-exp takes columns beside the value's."""
     rows = dataclasses.replace(MIXED, d=d, e=e)
     options = {"with_gradient": with_gradient, "with_lse": with_lse}
-    first, *others = _legal_graphs(rows, _HOPPER, **options)
+    first, *others = _legal_graphs(rows, HOPPER, **options)
     assert not any("become a mask" in note for note in first.notes)
     assert "query_offsets" in first.graph.inputs
     found = _legal_graphs(rows, _WITH_9_14, **options)
@@ -223,7 +216,7 @@ def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
     bias = Tensor(name="bias", dtype="bf16", dims=(1, 4, 11, 13), order=(0, 1, 2, 3))
     inputs = {tensor.name: tensor for tensor in graph.input_tensors} | {"bias": bias}
     attributes: Any = graph.nodes[0].attributes
-    (rewrite,) = legalize(sdpa_graph(inputs, attributes=attributes), _HOPPER).candidates
+    (rewrite,) = legalize(sdpa_graph(inputs, attributes=attributes), HOPPER).candidates
     assert "cuDNN has no packed sequences with a bias" in rewrite.notes[0]
 
 
@@ -235,7 +228,7 @@ def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
     given = MIXED.draw()
     operands = [jnp.asarray(given[x], jnp.bfloat16) for x in ("query", "key", "value")]
     (traced,) = traced_graphs(call, *operands)
-    found = legalize(traced.graph, _HOPPER).candidates
+    found = legalize(traced.graph, HOPPER).candidates
     assert found
     for rewrite in found:
         assert (

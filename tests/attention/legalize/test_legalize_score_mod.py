@@ -11,24 +11,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_cudnn import score_mods, sdpa
-from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor, from_json, to_json
+from jax_cudnn.graph import Graph, SdpaAttributes, Tensor, from_json, to_json
 from jax_cudnn.graph.attention.score_mod import gradient_steps, largest
-from jax_cudnn.graph.attention.sdpa import SDPA
-from jax_cudnn.legalize import Rewrite, legalize
-from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
-from tests.attention.shared.flash import flash
+from tests.attention.shared.legal import (
+    HOPPER,
+    assert_results_close,
+    gradient_of,
+    run_legal,
+)
 from tests.attention.shared.oracle import attention_graph, shape_of
 from tests.common.drawn_operands import draw_arrays
 from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _SIZES = {"b": 2, "s": 5, "t": 7, "h": 6, "k": 3, "d": 5, "e": 3}
 
 _SOFTCAP = ("div score 2", "tanh %0", "mul %1 2")
@@ -69,11 +70,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
-
-
 def with_steps(graph: Graph, steps: tuple[str, ...], axes: tuple[str, ...]) -> Graph:
     """Return a forward graph with a score_mod that reads arrays with these axes."""
     (node,) = graph.nodes
@@ -98,19 +94,6 @@ def with_steps(graph: Graph, steps: tuple[str, ...], axes: tuple[str, ...]) -> G
     )
 
 
-def _run(rewrite: Rewrite, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    assert from_json(to_json(rewrite.graph)) == rewrite.graph
-    changed = jax.jit(rewrite.before)(operands)
-    for tensor, x in zip(rewrite.graph.input_tensors, changed, strict=True):
-        assert x.shape == tensor.stored_shape, tensor
-    return jax.jit(rewrite.after)(operands, flash(rewrite.graph, changed))
-
-
-def _assert_close(graph: Graph, got: Any, want: Any) -> None:
-    for name, x, y in zip(graph.outputs, got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5, err_msg=name)
-
-
 @pytest.mark.usefixtures("_allow_f32")
 @pytest.mark.parametrize("others", _OTHERS)
 @pytest.mark.parametrize("name", _MODS)
@@ -120,30 +103,16 @@ def test_legal_graphs_keep_the_meaning(name: str, others: str) -> None:
     )
     operands = draw_arrays(graph)
     outputs = evaluate(graph, operands)
-    for rewrite in legalize(graph, _HOPPER).candidates:
+    for rewrite in legalize(graph, HOPPER).candidates:
         assert rewrite.graph.tensor("query").dims[2] > 1
-        _assert_close(graph, _run(rewrite, operands), outputs)
+        assert_results_close(graph, run_legal(rewrite, operands), outputs, 3e-5)
 
-    assert SDPA.derivative is not None
-    wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
-    has_both = len(name) % 2 == 0
-    backward = SDPA.derivative.backward(graph, wanted, (True, has_both))
-    assert backward is not None
-    rng = np.random.default_rng(1)
-    source = {
-        "input": operands,
-        "output": list(outputs),
-        "cotangent": [
-            jnp.asarray(np.asarray(rng.standard_normal(x.shape), jnp.float32))
-            for x in outputs
-        ],
-    }
-    operands = [source[kind][i] for kind, i in backward.operands]
-    want = evaluate(backward.graph, operands)
-    candidates = legalize(backward.graph, _HOPPER).candidates
+    backward, operands = gradient_of(graph, operands, outputs, stats=len(name) % 2 == 0)
+    want = evaluate(backward, operands)
+    candidates = legalize(backward, HOPPER).candidates
     assert candidates
     for rewrite in candidates:
-        _assert_close(backward.graph, _run(rewrite, operands), want)
+        assert_results_close(backward, run_legal(rewrite, operands), want, 3e-5)
         # What cuDNN has no gradient of is left to the reference, which is said.
         kept = set(rewrite.graph.outputs) - {"grad_query", "grad_key", "grad_value"}
         assert not kept
@@ -173,21 +142,19 @@ def test_old_versions_and_five_arrays_are_refused() -> None:
     graph = attention_graph(sizes=_SIZES, dtype="bf16", lengths=("key_lengths",))
     four = with_steps(graph, steps, ("1h11",) * 4)
     assert "4 arrays in addition to the key lengths" in " ".join(
-        legalize(four, _HOPPER).reasons
+        legalize(four, HOPPER).reasons
     )
-    old = dataclasses.replace(_HOPPER, cudnn_version=91800)
+    old = dataclasses.replace(HOPPER, cudnn_version=91800)
     plain = with_steps(graph, _SOFTCAP, ())
     assert "cuDNN 9.19 and newer" in " ".join(legalize(plain, old).reasons)
-    assert legalize(plain, _HOPPER).candidates
-    wide = dataclasses.replace(
-        with_steps(graph, ("add score mod_a",), ("1h11",)),
-    )
+    assert legalize(plain, HOPPER).candidates
+    wide = dataclasses.replace(with_steps(graph, ("add score mod_a",), ("1h11",)))
     tensors = tuple(
         dataclasses.replace(t, dtype="f16") if t.name == "mod_a" else t
         for t in wide.tensors
     )
     wide = dataclasses.replace(wide, tensors=tensors)
-    assert "mod_a, which is f16" in " ".join(legalize(wide, _HOPPER).reasons)
+    assert "mod_a, which is f16" in " ".join(legalize(wide, HOPPER).reasons)
 
 
 def test_dropout_beside_steps_is_refused() -> None:
@@ -205,7 +172,7 @@ def test_dropout_beside_steps_is_refused() -> None:
             ),
             *(q, k, v),
         )
-        return legalize(found.graph, _HOPPER)
+        return legalize(found.graph, HOPPER)
 
     assert call(False).candidates
     assert not call(True).candidates

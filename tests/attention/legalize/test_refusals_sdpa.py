@@ -18,11 +18,11 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.policy import ranked
 from tests.attention.legalize import lowered_gradient
+from tests.attention.shared.legal import HOPPER
 from tests.attention.shared.oracle import attention_graph, backward_graph
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _SIZES = {"b": 2, "s": 5, "t": 7, "h": 6, "k": 3, "d": 5, "e": 3}
 
 _ADVICE = (
@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 def _target(**changes: Any) -> Target:
-    return dataclasses.replace(_HOPPER, **changes)
+    return dataclasses.replace(HOPPER, **changes)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def _target(**changes: Any) -> Target:
         ),
         (
             {"dtype": "f16", "bias": "1hst", "bias_dtype": "f64"},
-            _HOPPER,
+            HOPPER,
             ["bias is f64; cuDNN takes f16 or f32 here"],
         ),
         (
@@ -56,7 +56,7 @@ def _target(**changes: Any) -> Target:
         ),
         (
             {"dtype": "f16", "sizes": {**_SIZES, "h": 65538}},
-            _HOPPER,
+            HOPPER,
             ["cuDNN's attention takes at most 65535 batch entries and 65535 heads"],
         ),
         (
@@ -104,7 +104,7 @@ def test_what_cudnn_cannot_do_is_refused_with_all_reasons(
 
 def test_f32_is_taken_forward_as_slower_and_refused_backward() -> None:
     forward = attention_graph(sizes=_SIZES, with_stats=True)
-    (way,) = ranked(forward, _HOPPER)
+    (way,) = ranked(forward, HOPPER)
     assert way.slower == (
         "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
         'tokens) and has no gradient; implementation="cudnn" uses it, in memory that '
@@ -130,7 +130,7 @@ def test_f32_and_small_attention_are_slower_by_the_call(name: str) -> None:
     def reasons(dtype: str) -> set[str]:
         operand = jax.ShapeDtypeStruct((8, 256, 1, 64), jnp.dtype(dtype))
         (traced,) = traced_graphs(_CALLS[name], *[operand] * 3)
-        return {each.slower for each in ranked(traced.graph, _HOPPER)}
+        return {each.slower for each in ranked(traced.graph, HOPPER)}
 
     (f32,) = reasons("float32")
     assert f32.startswith("cuDNN's f32 attention takes up to twice XLA's time")
@@ -180,7 +180,7 @@ def test_small_attention_is_left_to_xla_where_it_was_faster(
     )
     graphs = [forward, *([backward_graph(forward)] if is_trained else [])]
     for graph in graphs:
-        ways = ranked(graph, _HOPPER)
+        ways = ranked(graph, HOPPER)
         assert ways
         assert {way.slower != "" for way in ways} == {is_slower}
         if is_slower:
@@ -195,10 +195,10 @@ def test_gradients_with_heads_over_256_are_refused_where_the_gpu_is_known(
     forward = attention_graph(
         sizes={**_SIZES, "d": d, "e": e}, dtype="bf16", with_stats=True
     )
-    assert legalize(forward, _HOPPER).candidates
+    assert legalize(forward, HOPPER).candidates
     graph = backward_graph(forward)
     assert legalize(graph, None).candidates
-    (reason,) = legalize(graph, _HOPPER).reasons
+    (reason,) = legalize(graph, HOPPER).reasons
     assert reason == f"head sizes d={d}, e={e}; cuDNN's gradient takes at most 256"
 
 

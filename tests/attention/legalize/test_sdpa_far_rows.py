@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,191 +20,34 @@ import numpy as np
 import pytest
 
 from jax_cudnn import sdpa
-from jax_cudnn.graph import Graph, Target
+from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.attention import far_rows
-from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
-from tests.attention.shared.flash import flash
-from tests.attention.shared.oracle import (
-    attention_graph,
-    backward_graph,
-    by_role,
-    numpy_results,
-    shape_of,
-    to_logical,
+from tests.attention.shared.far_rows import (
+    BIASES,
+    FAR,
+    FORMS,
+    LEAST,
+    LENGTHS,
+    SIZES,
+    check_results,
+    ordinary,
+    problem_of,
+    rows_at,
 )
+from tests.attention.shared.flash import flash
+from tests.attention.shared.legal import HOPPER
+from tests.attention.shared.oracle import shape_of, to_logical
 from tests.common.evaluating import evaluate
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
-_SIZES = {"b": 2, "s": 6, "t": 7, "h": 4, "k": 2, "d": 8, "e": 5}
-_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
-_FAR = 1e9
-_LEAST = float(jnp.finfo(jnp.float32).min)
+
+_LEAST_BIASES = (BIASES["finfo.min"], BIASES["-inf and low"])
 
 
-# --- the cases ------------------------------------------------------------------------
-
-
-def _rows(low: float) -> Callable[[np.ndarray], None]:
-    """Add to all keys of the even rows; the first entry's last row has one key left."""
-
-    def edit(bias: np.ndarray) -> None:
-        bias[:, :, ::2] = low + bias[:, :, ::2] if abs(low) < 1e5 else low
-        if bias.shape[2] == _SIZES["s"] and bias.shape[3] > 1:
-            bias[0, :, 4, 0] = 0.5
-
-    return edit
-
-
-def _two_levels(bias: np.ndarray) -> None:
-    """Hide twice, as causal and padding biases that are added do."""
-    bias[:] = -_FAR
-    bias[..., ::2] = -2 * _FAR
-
-
-def _all_but_one_level(bias: np.ndarray) -> None:
-    bias[:, :, 1:] = -np.inf
-    bias[:, :, 1:2, 2:] = _LEAST
-    bias[:, :, 2:3, 3:4] = -_FAR
-
-
-def _ordinary(bias: np.ndarray) -> None:
-    del bias
-
-
-def _tiny(bias: np.ndarray) -> None:
-    bias *= 1e-30
-
-
-_BIASES = {
-    "ordinary": _ordinary,
-    "tiny": _tiny,
-    "-1e4": _rows(-1e4),
-    "-1e9": _rows(-_FAR),
-    "finfo.min": _rows(_LEAST),
-    "+1e9": _rows(_FAR),
-    "+1e32": _rows(1e32),
-    "two levels": _two_levels,
-    "-inf": _rows(-np.inf),
-    "-inf and low": _all_but_one_level,
-}
-_LEAST_BIASES = (_BIASES["finfo.min"], _BIASES["-inf and low"])
-_LENGTHS = ("query_lengths", "key_lengths")
-_FORMS: dict[str, dict[str, Any]] = {
-    "bhst": {"bias": "bhst"},
-    "b1st": {"bias": "b1st", "with_grad_stats": True},
-    "1hst": {"bias": "1hst", "is_causal": True},
-    "11st mask": {"bias": "11st", "mask": "b1st"},
-    "b1st lengths": {"bias": "b1st", "lengths": _LENGTHS, "scale": -0.25},
-    "1h1t": {"bias": "1h1t", "is_causal": True, "with_grad_stats": True},
-    "bhs1": {"bias": "bhs1", "with_grad_stats": True},
-    "no bias": {"mask": "b1st", "lengths": _LENGTHS},
-}
-
-
-class _Problem(NamedTuple):
-    forward: Graph
-    backward: Graph
-    operands: list[jax.Array]
-    cotangents: list[jax.Array]
-    truth: dict[str, np.ndarray]
-
-    def backward_operands(self, outputs: Any) -> list[jax.Array]:
-        """Return the gradient graph's operands, given the forward graph's results."""
-        given = dict(zip(self.forward.inputs, self.operands, strict=True))
-        for name, x, cotangent in zip(
-            self.forward.outputs, outputs, self.cotangents, strict=True
-        ):
-            given |= {name: x, f"grad_{name}": cotangent}
-        return [given[name] for name in self.backward.inputs]
-
-    def without_bias_gradient(self) -> "_Problem":
-        has_grad_stats = "grad_stats" in self.backward.inputs
-        graph = backward_graph(
-            self.forward, with_grad_bias=False, with_grad_stats=has_grad_stats
-        )
-        return self._replace(backward=graph)
-
-
-def _problem(
-    edit: Callable[[np.ndarray], None],
-    *,
-    dtype: str = "f32",
-    sizes: dict[str, int] = _SIZES,
-    with_grad_stats: bool = False,
-    seen: Callable[[np.ndarray], np.ndarray] = lambda bias: bias,
-    score: float = 0.0,
-    **options: Any,
-) -> _Problem:
-    """Draw a problem whose scores are exact in f32: numbers of few bits.
-
-    `seen` is what the truth has of the bias. A `score` is that of every query and key,
-    but for what is drawn.
-    """
-    graph = attention_graph(
-        sizes=sizes, dtype=dtype, with_stats=True, **{"scale": 0.25, **options}
-    )
-    rng = np.random.default_rng(5)
-    like = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
-
-    def drawn(tensor: Any) -> jax.Array:
-        if tensor.dtype == "bool":
-            mask = rng.random(tensor.dims) < 0.7
-            mask[0, 0, 3] = False
-            return jnp.asarray(mask)
-        if tensor.dtype == "i32":
-            return jnp.asarray([5, 6], jnp.int32).reshape(2, 1, 1, 1)
-        x = rng.integers(-8, 9, tensor.stored_shape) / 4
-        if tensor.name == "bias":
-            edit(x)
-        if score and tensor.name in ("query", "key"):
-            x[..., 0] = 4 * score if tensor.name == "query" else 1
-        with np.errstate(over="ignore"):
-            return jnp.asarray(x, like[tensor.dtype])
-
-    operands = [drawn(tensor) for tensor in graph.input_tensors]
-    cotangents = [drawn(tensor) for tensor in graph.output_tensors]
-    made = backward_graph(graph, with_grad_stats=with_grad_stats)
-    values = by_role(graph, operands)
-    if "bias" in values:
-        values["bias"] = seen(np.asarray(values["bias"], np.float32))
-    for tensor, x in zip(graph.output_tensors, cotangents, strict=True):
-        if tensor.name == "output" or with_grad_stats:
-            values[f"grad_{tensor.name}"] = to_logical(tensor, x)
-    return _Problem(
-        graph, made, operands, cotangents, numpy_results(values, **_options(graph))
-    )
-
-
-def _options(graph: Graph) -> dict[str, Any]:
-    attributes: Any = graph.nodes[0].attributes
-    names = ("scale", "is_causal", "window")
-    return {name: getattr(attributes, name) for name in names}
-
-
-def _check(
-    graph: Graph,
-    results: Any,
-    truth: dict[str, np.ndarray],
-    *,
-    eps: float = 4e-7,
-    skip: tuple[str, ...] = (),
-) -> None:
-    for tensor, x in zip(graph.output_tensors, results, strict=True):
-        if tensor.name in skip:
-            continue
-        want = truth[tensor.name]
-        got = to_logical(tensor, x).astype(np.float64)
-        if tensor.name == "stats":
-            np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
-            continue
-        error = np.linalg.norm(got - want)
-        assert error <= 4 * eps * np.linalg.norm(want) + 1e-6, tensor.name
-
-
-_ALL = pytest.mark.parametrize("edit", _BIASES.values(), ids=_BIASES)
-_EVERY_FORM = pytest.mark.parametrize("form", _FORMS.values(), ids=_FORMS)
+_ALL = pytest.mark.parametrize("edit", BIASES.values(), ids=BIASES)
+_EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 # --- the reference --------------------------------------------------------------------
@@ -215,16 +58,16 @@ _EVERY_FORM = pytest.mark.parametrize("form", _FORMS.values(), ids=_FORMS)
 def test_the_reference_is_exact(
     edit: Callable[[np.ndarray], None], form: dict[str, Any]
 ) -> None:
-    problem = _problem(edit, **form)
+    problem = problem_of(edit, **form)
     outputs = _reference(problem.forward)(problem.operands)
-    _check(problem.forward, outputs, problem.truth)
+    check_results(problem.forward, outputs, problem.truth)
     operands = problem.backward_operands(outputs)
     results = _reference(problem.backward)(operands)
-    _check(problem.backward, results, problem.truth)
+    check_results(problem.backward, results, problem.truth)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("low", [-_FAR, "min"])
+@pytest.mark.parametrize("low", [-FAR, "min"])
 def test_gradients_of_left_padded_batches_are_those_of_jax_nn(
     low: float | str, dtype: Any
 ) -> None:
@@ -262,13 +105,11 @@ def _check_as_good_as_jax_nn(operands: list[jax.Array], weight: jax.Array) -> No
         assert error <= 1.2 * most + 2e-6 * np.linalg.norm(true), (i, error, most)
 
 
-@pytest.mark.parametrize("low", [-1e4, -_FAR, _LEAST])
+@pytest.mark.parametrize("low", [-1e4, -FAR, LEAST])
 def test_both_modes_of_differentiation_agree(low: float) -> None:
     rng = np.random.default_rng(1)
     operands = [
-        jnp.asarray(
-            np.asarray(rng.standard_normal(shape_of(axes, _SIZES)), jnp.float32)
-        )
+        jnp.asarray(np.asarray(rng.standard_normal(shape_of(axes, SIZES)), jnp.float32))
         for axes in ("bshd", "btkd", "btke", "b1st")
     ]
     operands[3] = operands[3].at[:, :, ::2].set(low)
@@ -313,7 +154,7 @@ def test_16_bit_gradients_of_large_scores_are_as_good_as_those_of_jax_nn() -> No
 # One compilation serves all biases of a form.
 @functools.cache
 def _compiled(graph: Graph, number: int) -> tuple[Graph, Any, Any]:
-    rewrite = legalize(graph, _HOPPER).candidates[number]
+    rewrite = legalize(graph, HOPPER).candidates[number]
     return rewrite.graph, jax.jit(rewrite.before), jax.jit(rewrite.after)
 
 
@@ -327,11 +168,6 @@ def _legal_results(
 ) -> tuple[jax.Array, ...]:
     legal, before, after = _compiled(graph, number)
     return after(operands, flash(legal, before(operands)))
-
-
-@pytest.fixture
-def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
 
 
 def _as_the_kernel_sees(bias: np.ndarray) -> np.ndarray:
@@ -352,18 +188,18 @@ def _as_the_kernel_sees(bias: np.ndarray) -> np.ndarray:
 def test_a_kernels_results_and_gradients_are_exact(
     edit: Callable[[np.ndarray], None], form: dict[str, Any]
 ) -> None:
-    problem = _problem(edit, seen=_as_the_kernel_sees, **form)
+    problem = problem_of(edit, seen=_as_the_kernel_sees, **form)
     outputs = _legal_results(problem.forward, problem.operands)
     # Beside a bias of 1e4, scores times log2(e) are 2^-10 apart.
-    eps = 2**-10 if edit is _BIASES["-1e4"] else 1e-6
-    _check(problem.forward, outputs, problem.truth, eps=eps, skip=("stats",))
+    eps = 2**-10 if edit is BIASES["-1e4"] else 1e-6
+    check_results(problem.forward, outputs, problem.truth, eps=eps, skip=("stats",))
     operands = problem.backward_operands(outputs)
-    count = len(legalize(problem.backward, _HOPPER).candidates)
+    count = len(legalize(problem.backward, HOPPER).candidates)
     if form.get("bias") in ("bhst", "1hst") and edit in _LEAST_BIASES:
         count = 1  # XLA, which the others ask for dbias, does see finfo.min.
     for number in range(count):
         results = _legal_results(problem.backward, operands, number)
-        _check(problem.backward, results, problem.truth, eps=1e-5)
+        check_results(problem.backward, results, problem.truth, eps=1e-5)
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -373,12 +209,12 @@ def test_rows_are_taken_block_by_block(
 ) -> None:
     # Six rows in blocks of two, and in the 11st form, all at once, of four and two.
     monkeypatch.setattr(far_rows, "_MOST_SCORES", 2 * 2 * 7)
-    problem = _problem(_rows(-_FAR), **_FORMS[form])
+    problem = problem_of(rows_at(-FAR), **FORMS[form])
     outputs = _reference(problem.forward)(problem.operands)
     operands = problem.backward_operands(outputs)
     legal, before, after = _compiled.__wrapped__(problem.backward, 0)
     results = after(operands, flash(legal, before(operands)))
-    _check(problem.backward, results, problem.truth, eps=1e-5)
+    check_results(problem.backward, results, problem.truth, eps=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -386,11 +222,11 @@ def test_rows_are_taken_block_by_block(
 def test_16_bit_gradients_of_hidden_rows_are_as_exact_as_others(
     form: str, dtype: str
 ) -> None:
-    low = -6e4 if dtype == "f16" else -_FAR
-    sizes = {**_SIZES, "s": 32, "t": 48}
+    low = -6e4 if dtype == "f16" else -FAR
+    sizes = {**SIZES, "s": 32, "t": 48}
     errors = []
-    for edit in (_ordinary, _rows(low)):
-        problem = _problem(edit, dtype=dtype, sizes=sizes, **_FORMS[form])
+    for edit in (ordinary, rows_at(low)):
+        problem = problem_of(edit, dtype=dtype, sizes=sizes, **FORMS[form])
         outputs = _legal_results(problem.forward, problem.operands)
         operands = problem.backward_operands(outputs)
         results = _legal_results(problem.backward, operands)
@@ -405,21 +241,21 @@ def test_16_bit_gradients_of_hidden_rows_are_as_exact_as_others(
             ]
         )
     eps = float(jnp.finfo(jnp.bfloat16 if dtype == "bf16" else jnp.float16).eps)
-    ordinary, hidden = np.array(errors)
-    assert (ordinary <= 2 * eps).all(), errors
+    usual, hidden = np.array(errors)
+    assert (usual <= 2 * eps).all(), errors
     # f16 keeps no digits of scores beside 6e4 that are smaller than 2^-8.
-    assert (hidden <= 2 * np.maximum(ordinary, 2**-8 if dtype == "f16" else eps)).all()
+    assert (hidden <= 2 * np.maximum(usual, 2**-8 if dtype == "f16" else eps)).all()
 
 
 def test_rows_without_a_cotangent_are_not_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Padding that the loss does not read costs no time."""
-    problem = _problem(_rows(-_FAR), dtype="bf16", bias="b1st")
+    problem = problem_of(rows_at(-FAR), dtype="bf16", bias="b1st")
     outputs = _reference(problem.forward)(problem.operands)
     operands = problem.backward_operands(outputs)
     index = problem.backward.inputs.index("grad_output")
-    rewrite = legalize(problem.backward, _HOPPER).candidates[0]
+    rewrite = legalize(problem.backward, HOPPER).candidates[0]
 
     def groups_computed(cotangent: jax.Array) -> int:
         count = 0
@@ -442,18 +278,18 @@ def test_rows_without_a_cotangent_are_not_computed(
     assert groups_computed(full.at[:, ::2].set(0)) == 0
 
 
-@pytest.mark.parametrize("edit", [_ordinary, _rows(-_FAR), _rows(-np.inf)])
+@pytest.mark.parametrize("edit", [ordinary, rows_at(-FAR), rows_at(-np.inf)])
 @pytest.mark.parametrize("form", ["b1st", "b1st lengths", "bhs1"])
 def test_the_loop_is_left_out_where_no_row_is_far(
     form: str, edit: Callable[[np.ndarray], None]
 ) -> None:
     """The way without the loop is taken if it is enough, and gives the same numbers."""
-    problem = _problem(edit, dtype="bf16", **_FORMS[form])
+    problem = problem_of(edit, dtype="bf16", **FORMS[form])
     outputs = _reference(problem.forward)(problem.operands)
     operands = problem.backward_operands(outputs)
     stats = operands[problem.backward.inputs.index("stats")]
     is_far = bool((jnp.abs(jnp.where(stats == -jnp.inf, 0, stats)) > 2**11).any())
-    rewrite = legalize(problem.backward, _HOPPER).candidates[0]
+    rewrite = legalize(problem.backward, HOPPER).candidates[0]
     assert rewrite.usual is not None
     assert bool(rewrite.usual.holds(operands)) == (not is_far)
 
@@ -512,12 +348,12 @@ def test_the_branch_is_short() -> None:
 
 
 def test_a_gradient_without_bias_has_no_loop() -> None:
-    graph = _problem(_ordinary, dtype="bf16", mask="b1st").backward
-    (rewrite,) = legalize(graph, _HOPPER).candidates
+    graph = problem_of(ordinary, dtype="bf16", mask="b1st").backward
+    (rewrite,) = legalize(graph, HOPPER).candidates
     shapes = [
         jax.ShapeDtypeStruct(x.stored_shape, jnp.bfloat16) for x in graph.output_tensors
     ]
-    operands = _problem(_ordinary, dtype="bf16", mask="b1st")
+    operands = problem_of(ordinary, dtype="bf16", mask="b1st")
     given = operands.backward_operands(evaluate(operands.forward, operands.operands))
     text = str(jax.make_jaxpr(rewrite.after)(given, shapes))
     assert "while" not in text
@@ -531,7 +367,7 @@ def test_a_gradient_without_bias_has_no_loop() -> None:
         {},
         {"bias": "1hst"},
         {"bias": "b1st", "is_causal": True, "with_grad_stats": True},
-        {"bias": "bh1t", "mask": "b1st", "lengths": _LENGTHS},
+        {"bias": "bh1t", "mask": "b1st", "lengths": LENGTHS},
         {"mask": "11st", "lengths": ("key_lengths",)},
     ],
     ids=lambda form: "-".join(form) or "plain",
@@ -539,23 +375,23 @@ def test_a_gradient_without_bias_has_no_loop() -> None:
 def test_low_rows_get_finite_gradients_at_every_key_count(
     form: dict[str, Any], low: float, t: int
 ) -> None:
-    sizes = {**_SIZES, "s": 5, "t": t}
+    sizes = {**SIZES, "s": 5, "t": t}
     for with_bias_gradient in (False, True) if "bias" in form else (False,):
-        problem = _problem(_rows(low), sizes=sizes, **form)
+        problem = problem_of(rows_at(low), sizes=sizes, **form)
         if "bias" not in form:
             # Scores near `low` without any bias.
-            problem = _problem(_ordinary, sizes=sizes, score=low, **form)
+            problem = problem_of(ordinary, sizes=sizes, score=low, **form)
         if not with_bias_gradient:
             problem = problem.without_bias_gradient()
         outputs = _reference(problem.forward)(problem.operands)
         operands = problem.backward_operands(outputs)
-        rewrite = legalize(problem.backward, _HOPPER).candidates[0]
+        rewrite = legalize(problem.backward, HOPPER).candidates[0]
         with jax.disable_jit():  # no row is far: nothing is gained by compiling
             results = rewrite.after(
                 operands, flash(rewrite.graph, rewrite.before(operands))
             )
         assert all(np.isfinite(x).all() for x in results)
-        _check(problem.backward, results, problem.truth, eps=2e-5)
+        check_results(problem.backward, results, problem.truth, eps=2e-5)
 
 
 # --- masks that are known at compile time ---------------------------------------------
@@ -569,9 +405,9 @@ def test_nothing_is_computed_from_a_captured_mask_at_compile_time(
     """XLA would take seconds for a mask of (4096, 4096)."""
     # The other tests switch most of XLA's passes off.
     jax.config.update("jax_disable_most_optimizations", False)
-    sizes = {**_SIZES, "s": 48, "t": 32}
-    problem = _problem(
-        _ordinary, dtype="bf16", sizes=sizes, is_causal=is_causal, **{role: "11st"}
+    sizes = {**SIZES, "s": 48, "t": 32}
+    problem = problem_of(
+        ordinary, dtype="bf16", sizes=sizes, is_causal=is_causal, **{role: "11st"}
     )
     outputs = _reference(problem.forward)(problem.operands)
     for graph, operands in (

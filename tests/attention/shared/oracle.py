@@ -336,6 +336,23 @@ def chained_graph() -> Graph:
     )
 
 
+def full_forward() -> Graph:
+    """Return a forward graph with every operand and result."""
+    return attention_graph(
+        bias="1hst",
+        mask="b1s1",
+        lengths=("query_lengths", "key_lengths"),
+        with_stats=True,
+    )
+
+
+def options_of(graph: Graph) -> dict[str, Any]:
+    """Return what NumPy's attention is told of a graph of one node."""
+    attributes: Any = graph.nodes[0].attributes
+    names = ("scale", "is_causal", "window")
+    return {name: getattr(attributes, name) for name in names}
+
+
 # --- drawn cases ----------------------------------------------------------------------
 
 

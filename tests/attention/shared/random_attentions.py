@@ -13,10 +13,9 @@ dtype. Everything else is done in float32. Each entry of each result has its own
 """
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,15 @@ import numpy as np
 import jax_cudnn
 from jax_cudnn import masks, score_mods
 from jax_cudnn.reference.attention.dropout import kept, numbered
+from tests.attention.shared.random_answers import (
+    Forward,
+    Maths,
+    gradients_of,
+    of_rows,
+    stored,
+    torch_on_gpu,
+)
+from tests.common.judged import Judged
 
 Arrays = dict[str, Any]
 _SIDES = ("query", "key")
@@ -330,41 +338,6 @@ def results(
 # --- the answer -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A result in float64, and how far a kernel's may be from it, entry by entry."""
-
-    value: Any
-    bound: Any
-
-
-class _Maths:
-    """The functions that the answer needs, of torch on a GPU or of NumPy."""
-
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
-        self.of: Any = np if torch is None else torch
-
-    def double(self, x: np.ndarray) -> Any:
-        wide = np.array(x, np.float64)
-        return wide if self.torch is None else self.torch.as_tensor(wide).cuda()
-
-    def bools(self, x: np.ndarray) -> Any:
-        return x if self.torch is None else self.torch.as_tensor(np.array(x)).cuda()
-
-    def numpy(self, x: Any) -> np.ndarray:
-        return x if self.torch is None else x.cpu().numpy()
-
-
-def torch_on_gpu() -> Any:
-    """Return torch if it is installed and sees a GPU."""
-    try:
-        torch = importlib.import_module("torch")
-    except ModuleNotFoundError:
-        return None
-    return torch if torch.cuda.is_available() else None
-
-
 def is_seen(problem: Problem, arrays: Mapping[str, Any]) -> np.ndarray:
     """Return which keys a query sees, (b, h or 1, s, t)."""
     p = problem
@@ -416,7 +389,7 @@ def judge(
 ) -> dict[str, Judged]:
     """Return the results of a problem with their bounds, by name."""
     p = problem
-    maths = _Maths(torch_on_gpu())
+    maths = Maths(torch_on_gpu())
     m = maths.of
     u, tiny = _ROUNDING[p.dtype]
     g = p.h // p.k
@@ -489,7 +462,7 @@ def judge(
         found["max"] = (largest, 2 * loosest + 2.0**-20 * (1 + size))
     if with_gradients:
         grad = heads("grad_output")
-        forward = _Forward(
+        forward = Forward(
             scale=scale,
             u=u,
             q=q,
@@ -503,12 +476,12 @@ def judge(
             passed=passed,
             slope_of_cap=slope_of_cap,
         )
-        found |= _gradients(p, maths, arrays, forward)
+        found |= gradients_of(p, maths, arrays, forward)
         if p.with_sinks:
             slope = -m.sum(output * grad, -1)[..., None]
             blur = 2 * u * m.sum(abs(output * grad), -1)[..., None]
             if p.with_lse:
-                slope = slope + _of_rows(maths, p, arrays["grad_lse"])
+                slope = slope + of_rows(maths, p, arrays["grad_lse"])
             share = m.exp(sinks - finite)
             bound = share * (blur + loosest * abs(slope) + 2.0**-20 * abs(slope))
             found["sinks"] = (
@@ -516,125 +489,6 @@ def judge(
                 2 * m.einsum("bkgsx->kg", bound).reshape(p.h) + 1e-6,
             )
     return {
-        name: Judged(_stored(maths, p, name, x), _stored(maths, p, name, y))
+        name: Judged(stored(maths, p, name, x), stored(maths, p, name, y))
         for name, (x, y) in found.items()
     }
-
-
-def _of_rows(maths: _Maths, p: Problem, x: np.ndarray) -> Any:
-    """Return numbers of rows (b, s, h) as (b, k, g, s, 1)."""
-    rows = maths.double(x).reshape(p.b, p.s, p.k, p.h // p.k)
-    return maths.of.einsum("bskg->bkgs", rows)[..., None]
-
-
-class _Forward(NamedTuple):
-    """What gradients read: the operands by head and the probabilities."""
-
-    scale: float
-    u: float
-    q: Any
-    k: Any
-    v: Any
-    grad: Any
-    probabilities: Any
-    off: Any
-    least_step: Any
-    output: Any
-    passed: Any
-    slope_of_cap: Any
-
-
-def _gradients(
-    p: Problem, maths: _Maths, arrays: Arrays, forward: _Forward
-) -> dict[str, tuple[Any, Any]]:
-    m = maths.of
-    scale, u, q, k, v, grad, probabilities, off, least_step, output, passed, cap = (
-        forward
-    )
-    products = passed * m.einsum("bkgse,bkte->bkgst", grad, v)
-    size = passed * m.einsum("bkgse,bkte->bkgst", abs(grad), abs(v))
-    delta = m.sum(output * grad, -1)[..., None]
-    blur = m.sum(abs(output * grad), -1)[..., None]
-    if p.with_lse:
-        rows = _of_rows(maths, p, arrays["grad_lse"])
-        delta = delta - rows
-        blur = blur + abs(rows)
-    gap = products - delta
-    slope = probabilities * gap
-    # Rounded output, rounded slope, probabilities off by what scores lose.
-    loose = probabilities * (2 * u * blur + 2.0**-20 * size) + abs(slope) * off
-    loose = loose + least_step
-    of_scores, of_loose = slope, loose
-    if cap is not None:
-        of_scores = slope * cap
-        of_loose = loose * cap + 2.0**-9 * abs(slope) + least_step
-    given = probabilities * passed
-    loose_given = (probabilities * off + least_step) * passed
-    factor = abs(scale)
-
-    def summed(formula: str, x: Any, y: Any, by: float = 1.0) -> Any:
-        return by * m.einsum(formula, x, y)
-
-    dq = summed("bkgst,bktd->bkgsd", of_scores, k, scale)
-    dk = summed("bkgst,bkgsd->bktd", of_scores, q, scale)
-    dv = summed("bkgst,bkgse->bkte", given, grad)
-    # Each query head's share may be rounded before the group's sum.
-    share_k = abs(summed("bkgst,bkgsd->bkgtd", of_scores, q, factor)).sum(2)
-    share_v = abs(summed("bkgst,bkgse->bkgte", given, grad)).sum(2)
-    found = {
-        "query": (
-            dq,
-            2 * summed("bkgst,bktd->bkgsd", of_loose, abs(k), factor) + 2 * u * abs(dq),
-        ),
-        "key": (
-            dk,
-            2 * summed("bkgst,bkgsd->bktd", of_loose, abs(q), factor) + 2 * u * share_k,
-        ),
-        "value": (
-            dv,
-            2 * summed("bkgst,bkgse->bkte", loose_given, abs(grad)) + 2 * u * share_v,
-        ),
-    }
-    if p.bias is not None:
-        shape = (p.b, p.h, p.s, p.t)
-        whole, of_whole = slope.reshape(shape), loose.reshape(shape)
-        for axis, letter in enumerate("bhst"):
-            if letter not in p.bias:
-                whole = m.sum(whole, axis)
-                whole = whole.reshape(*whole.shape[:axis], 1, *whole.shape[axis:])
-                of_whole = m.sum(of_whole, axis)
-                of_whole = of_whole.reshape(whole.shape)
-        found["bias"] = (whole, 2 * of_whole + 2 * u * abs(whole))
-    return found
-
-
-def _stored(maths: _Maths, p: Problem, name: str, x: Any) -> np.ndarray:
-    if name in ("output", "query"):
-        x = maths.of.einsum("bkgsn->bskgn", x)
-        return maths.numpy(x.reshape(p.b, p.s, p.h, -1))
-    if name in ("lse", "max"):
-        x = maths.of.einsum("bkgsx->bskgx", x)
-        return maths.numpy(x.reshape(p.b, p.s, p.h))
-    if name in ("key", "value"):
-        return maths.numpy(maths.of.einsum("bktn->btkn", x))
-    return maths.numpy(x)
-
-
-def worst_ratio(got: Any, judged: Judged) -> float:
-    """Return the largest error over its bound; infinity where only one is a number.
-
-    NaN and infinities are right where the value has the same ones.
-    """
-    wide = np.asarray(jnp.asarray(got).astype(jnp.float32), np.float64)
-    value = judged.value
-    is_finite = np.isfinite(value)
-    if wide.shape != value.shape or not np.array_equal(
-        wide[~is_finite], value[~is_finite], equal_nan=True
-    ):
-        return np.inf
-    error = np.abs(wide[is_finite] - value[is_finite])
-    # The smallest normal number of a dtype bounds what is flushed to 0.
-    bound = judged.bound[is_finite] + 2.0**-24
-    if not np.isfinite(error).all():
-        return np.inf
-    return float(np.max(error / bound, initial=0.0))

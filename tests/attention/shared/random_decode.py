@@ -17,7 +17,7 @@ import numpy as np
 import jax_cudnn
 from jax_cudnn.kv_cache import update, update_pages
 from tests.attention.shared import random_attentions
-from tests.attention.shared.random_attentions import Judged
+from tests.common.judged import Judged
 
 Arrays = dict[str, Any]
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_cudnn import moe
-from jax_cudnn.lowering import exchange_slices
+from jax_cudnn.lowering import exchange_slices, slices
 from tests.common.devices import mesh_of
 from tests.products.moe import truth
 from tests.products.moe.truth import PLAIN
@@ -177,6 +177,8 @@ def test_gpus_send_slices_and_others_blocks() -> None:
     for platform, count in (("cuda", 4), ("cpu", 0)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert len(re.findall("@ragged_all_to_all", text)) == count
+        # In as many pieces as occupy a GPU.
+        assert len(re.findall(r"@ragged_all_to_all.*tensor<1020xi32>", text)) == count
 
 
 # --- the exchange ---------------------------------------------------------------------
@@ -244,6 +246,60 @@ def test_slices_arrive_as_numpy_has_them_and_go_back() -> None:
             )
             for part, alone in zip(found, both(*one), strict=True):
                 np.testing.assert_array_equal(part[i], alone)
+
+
+def _ragged_all_to_all(x: Any, room: Any, *numbers: Any, axis_name: Any) -> jax.Array:
+    """What `jax.lax.ragged_all_to_all` documents, which XLA does not have on a CPU."""
+    device, count = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    rows = jax.lax.all_gather(x, axis_name)
+    mine = (
+        jax.lax.all_gather(each, axis_name).reshape(count, count, -1)[:, device]
+        for each in numbers[:3]
+    )
+    starts, sizes, places = (each.reshape(-1) for each in mine)
+    number = jnp.arange(len(x), dtype=jnp.int32)
+    for i in range(len(starts)):
+        source = rows[i // (len(starts) // count)]
+        where = jnp.where(number < sizes[i], places[i] + number, len(room))
+        room = room.at[where].set(
+            source.at[starts[i] + number].get(mode="fill", fill_value=jnp.nan),
+            mode="drop",
+        )
+    # The receiver knows the same lengths.
+    return jnp.where(jnp.array_equal(numbers[3], sizes), room, jnp.nan)
+
+
+def test_pieces_of_slices_arrive_where_slices_do(monkeypatch) -> None:
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", _ragged_all_to_all)
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, 11, (4, 4, 2))  # (from, to, slice)
+    lengths[1] = 0
+    sent = lengths.reshape(4, -1)
+    arriving = lengths.swapaxes(0, 1).reshape(4, -1)
+    starts = np.cumsum(sent, 1) - sent
+    places = (np.cumsum(arriving, 1) - arriving).reshape(4, 4, -1)
+    places = places.swapaxes(0, 1).reshape(4, -1)
+    rows, most = int(arriving.sum(1).max()) + 1, int(sent.sum(1).max()) + 1
+    x = rng.standard_normal((4, most, 3)).astype(np.float32)
+
+    def run(ours: Any) -> jax.Array:
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh_of(expert=4),
+            in_specs=P("expert"),
+            out_specs=P("expert"),
+        )
+        def each(*arrays: jax.Array) -> jax.Array:
+            arrays = tuple(array[0] for array in arrays)
+            return ours(*arrays, rows=rows, axes=("expert",), longest=most)[None]
+
+        numbers = (np.int32(each) for each in (starts, sent, places, arriving))
+        return jax.jit(each)(x, *numbers)
+
+    want = run(slices._by_blocks)
+    for pieces in (1, 26):
+        monkeypatch.setattr(slices, "_PIECES", pieces)
+        np.testing.assert_array_equal(run(slices._ragged), want)
 
 
 # --- errors ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The truth of layers in f8: float64 products of what NumPy rounds."""
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
+from jax_cudnn import f8
 from tests.common import drawn
 
 E4, E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -58,3 +61,21 @@ def close(found: Any, wanted: np.ndarray, *, ulp: float) -> None:
 
 
 ULP = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+RECIPES = [f8.Current(), f8.Delayed(history=4)]
+by_recipe = pytest.mark.parametrize(
+    "recipe", RECIPES, ids=lambda recipe: type(recipe).__name__
+)
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def step(state: Any, x: Any, w: Any, grad: Any, recipe: Any) -> tuple[Any, Any]:
+    """Return the results of a layer with its gradients, and the next state."""
+
+    def layer(x: Any, w: Any, state: Any) -> Any:
+        return f8.dense(x, w, recipe=recipe, state=state)
+
+    y, back = jax.vjp(layer, x, w, state)
+    *grads, following = back(grad)
+    return (y, *grads), following

@@ -63,6 +63,17 @@ def gradients(function: Function, argnums: Sequence[int]) -> Function:
     return jax.value_and_grad(functools.partial(loss, function), argnums=argnums)
 
 
+def assert_same(ours: Function, plain: Function, operands: Sequence[Any]) -> None:
+    """Compare results and all gradients of two functions, computed by one program."""
+    argnums = range(len(operands))
+
+    @jax.jit
+    def both(*operands: jax.Array) -> Any:
+        return [(f(*operands), gradients(f, argnums)(*operands)) for f in (ours, plain)]
+
+    assert_close(*both(*operands))
+
+
 def stacked(function: Function, args: Sequence[Any], axes: Iterable[int | None]) -> Any:
     """Return the results of a function for one example after the other, stacked."""
     axes = tuple(axes)

@@ -30,16 +30,8 @@ ACTIVATIONS: dict[str, Any] = {
     **{
         name: name
         for name in (
-            "relu",
-            "relu6",
-            "leaky_relu",
-            "elu",
-            "gelu",
-            "gelu_exact",
-            "silu",
-            "tanh",
-            "sigmoid",
-            "softplus",
+            *("relu", "relu6", "leaky_relu", "elu", "gelu", "gelu_exact", "silu"),
+            *("tanh", "sigmoid", "softplus"),
         )
     },
     # Smooth where its branches meet, so that rounding its argument does no more there.
@@ -237,11 +229,7 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "stride", {**plain, "window_strides": (2, 3)}
     yield (
         "filters 1 x 1, stride",
-        {
-            **plain,
-            "rhs": (1, 1, 32, 48),
-            "window_strides": (2, 2),
-        },
+        {**plain, "rhs": (1, 1, 32, 48), "window_strides": (2, 2)},
     )
     yield "dilated filters", {**plain, "rhs_dilation": (2, 3)}
     yield "unlike padding", {**plain, "padding": ((1, 2), (0, 3))}
@@ -265,27 +253,15 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield (
         "groups of 8 channels in, 12 out",
-        {
-            **plain,
-            "rhs": (3, 5, 8, 48),
-            "feature_group_count": 4,
-        },
+        {**plain, "rhs": (3, 5, 8, 48), "feature_group_count": 4},
     )
     yield (
         "groups of 4 channels in, 6 out",
-        {
-            **plain,
-            "rhs": (3, 5, 4, 48),
-            "feature_group_count": 8,
-        },
+        {**plain, "rhs": (3, 5, 4, 48), "feature_group_count": 8},
     )
     yield (
         "groups of images",
-        {
-            **plain,
-            "lhs": (6, 11, 13, 32),
-            "batch_group_count": 2,
-        },
+        {**plain, "lhs": (6, 11, 13, 32), "batch_group_count": 2},
     )
     yield "depthwise", {**plain, "rhs": (3, 5, 1, 32), "feature_group_count": 32}
     yield (
@@ -416,12 +392,9 @@ def _narrow() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield f"scale, bias, relu, {in_dtype}", name, options
 
 
+_NARROWEST = "scale, bias, relu, result in f8"
 # Rows of f8 whose gradients are planned as well: one for each dtype of the result.
-_WITH_GRADIENTS = (
-    "result in f32",
-    "result in bf16",
-    "scale, bias, relu, result in f8",
-)
+_WITH_GRADIENTS = ("result in f32", "result in bf16", _NARROWEST)
 
 
 def _narrow_cases() -> Iterator[Case]:
@@ -463,17 +436,11 @@ def _weight_only_matmuls() -> Iterator[Case]:
                 yield _case(place, jax_cudnn.matmul, options, ("a",))
 
 
-def _all() -> Iterator[Case]:
-    yield from _conv_epilogues()
-    yield from _transposed_conv_epilogues()
-    yield from _matmul_epilogues()
-    yield from _shaped_convs()
-    yield from _shaped_matmuls()
-    yield from _narrow_cases()
-    yield from _weight_only_matmuls()
-
-
-ALL = tuple(_all())
+_FAMILIES = (
+    *(_conv_epilogues, _transposed_conv_epilogues, _matmul_epilogues, _shaped_convs),
+    *(_shaped_matmuls, _narrow_cases, _weight_only_matmuls),
+)
+ALL = tuple(case for cases in _FAMILIES for case in cases())
 
 
 # --- what cuDNN has no plan for, as the documentation says ----------------------------

@@ -4,25 +4,21 @@
 Benchmarks run on a GPU, so nothing else here says that what they import is still there.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests.common import forked
+from tests.tools.benchmarks.running import run_module
+from tests.tools.sources import ROOT
 
-ROOT = Path(__file__).parents[2]
 _MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for folder in ("benchmarks", "scripts")
@@ -31,12 +27,6 @@ _MODULES = sorted(
 )
 
 pytestmark = pytest.mark.once
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    module, *flags = arguments
-    return forked.run(module, *flags, environment=environment, warnings_are="default")
 
 
 @pytest.mark.parametrize("name", _MODULES)
@@ -75,7 +65,7 @@ def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     flags = ("--small", "--no-torch", "--out", str(tmp_path))
     only = "GPT|Llama|decode|ViT|ConvNeXt|ResNet|3-D|Mixtral|per-example"
-    done = _run("benchmarks.models", "--only", only, *flags)
+    done = run_module("benchmarks.models", "--only", only, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "models.json").read_text())["rows"]
     found = {(row["model"], row["what"], row["contender"]) for row in rows}
@@ -153,7 +143,7 @@ def test_a_part_that_there_is_not_is_refused(
 def test_compile_times_are_told_of_each_model(tmp_path: Path) -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     flags = ("--small", "--only", "T5|GPT", "--out", str(tmp_path))
-    done = _run("benchmarks.compile_times", *flags)
+    done = run_module("benchmarks.compile_times", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "compile_times.json").read_text())["rows"]
     found = [(row["model"], row["contender"]) for row in rows]
@@ -218,7 +208,7 @@ def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
     file.write_text(json.dumps({"environment": {"GPU": "NVIDIA A7"}, "rows": rows}))
     only = "^" + " ".join(cell)
     flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
-    done = _run(f"benchmarks.{name}", *flags)
+    done = run_module(f"benchmarks.{name}", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     kept, *new = json.loads(file.read_text())["rows"]
     assert kept == {"GPU": "NVIDIA A7", **rows[0]}
@@ -235,7 +225,7 @@ def test_fusion_keeps_the_cells_of_other_runs(tmp_path: Path) -> None:
     fusion = importlib.import_module("benchmarks.products.fusion")
     only = r"conv 1x1 .*silu|mlp: matmul \(64,4096"
     flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
-    done = _run("benchmarks.fusion", *flags)
+    done = run_module("benchmarks.fusion", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     file = tmp_path / "fusion.json"
     data = json.loads(file.read_text())
@@ -330,62 +320,6 @@ def test_a_goal_is_met_to_two_digits(ratio: float, told: str) -> None:
     assert verdict({"goal": 0.55, "ratio": ratio}) == f"≤ 0.55 {told}"
 
 
-# A program as XLA prints it: a fusion that reads every 256th row, and a kernel of two
-# results, of which one is copied.
-_PROGRAM = """HloModule jit_run, is_scheduled=true
-
-%rows (p.1: f32[1024,8], p.2: f32[8]) -> f32[4,8] {
-  %p.1 = f32[1024,8]{1,0} parameter(0)
-  %p.2 = f32[8]{0} parameter(1)
-  %some.1 = f32[4,8]{1,0} slice(%p.1), slice={[0:1024:256], [0:8]}
-  %along.1 = f32[4,8]{1,0} broadcast(%p.2), dimensions={1}
-  ROOT %add.1 = f32[4,8]{1,0} add(%some.1, %along.1)
-}
-
-ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
-  %x = f32[1024,8]{1,0} parameter(0), sharding={replicated}
-  %y = f32[8]{0} parameter(1), sharding={replicated}
-  %fusion = f32[4,8]{1,0} fusion(%x, %y), kind=kLoop, calls=%rows
-  %call = (bf16[16]{0}, /*index=1*/s8[3]{0}) custom-call(%fusion, %y, %y), target="f"
-  %one = bf16[16]{0} get-tuple-element(%call), index=0
-  %copy = bf16[16]{0} copy(%one)
-  ROOT %all = (f32[4,8]{1,0}, bf16[16]{0}) tuple(%fusion, %copy)
-}
-"""
-
-
-def _check_types(name: str, ours: Any, cell: Any) -> None:
-    """Check that ours and all rivals give results of the same shapes and dtypes."""
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
-    functions = [ours, *(each.function for each in cell.rivals.values())]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        results = [jax.tree.leaves(jax.eval_shape(f, *types)) for f in functions]
-    first, *others = ([(x.shape, x.dtype) for x in each] for each in results)
-    assert all(each == first for each in others), name
-
-
-def test_bytes_of_a_program() -> None:
-    code = importlib.import_module("benchmarks.xla.xla_code")
-    assert code.kernels(_PROGRAM) == [
-        code.Kernel(name=name, op=op, read=read, written=written)
-        for name, op, read, written in (
-            ("fusion", "fusion", 4 * 8 * 4 + 8 * 4, 4 * 8 * 4),
-            ("call", "custom-call", 4 * 8 * 4 + 8 * 4, 16 * 2 + 3),
-            ("copy", "copy", 16 * 2, 16 * 2),
-        )
-    ]
-
-
-def test_cells_whose_bytes_are_counted_have_the_same_shapes() -> None:
-    """So they are all made, which needs no compiler for a GPU."""
-    pytest.importorskip("flax", reason="flax is not installed")
-    code = importlib.import_module("benchmarks.xla.xla_code")
-    found = code.cells()
-    assert len(found) > 60
-    for cell in found:
-        _check_types(cell.name, cell.ours(), cell)
-
-
 def test_pages_are_what_programs_print_of_their_data() -> None:
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -450,248 +384,3 @@ def test_rows_that_are_kept_say_their_driver_too(
     written = (tmp_path / "newer.md").read_text()
     assert written.startswith("# Rows\n\nPrinted by `python -m benchmarks.data --out ")
     assert written.endswith("\n\npage\n")
-
-
-def test_xla_forms_are_timed_beside_plain_jax(tmp_path: Path) -> None:
-    only = "^(layer_norm 5|ragged_dot)"
-    done = _run(
-        "benchmarks.xla_forms", "--small", "--only", only, "--out", str(tmp_path)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "xla_forms.json").read_text())["rows"]
-    forms = ["means of x and its square", "jnp.var", "jax_cudnn by xla"]
-    ways = ["forward", "with gradients"]
-    assert [(row["operation"], row["what"], row["contender"]) for row in rows] == [
-        *(
-            ("layer_norm", what, form)
-            for what in (*ways, "of a loss")
-            for form in forms
-        ),
-        *(
-            ("ragged_dot, 4 groups", what, form)
-            for what in ways
-            for form in ("lax.ragged_dot", "jax_cudnn by xla")
-        ),
-    ]
-    goals = [row["goal"] for row in rows if row["contender"] == "jax_cudnn by xla"]
-    assert goals == [1.05] * 5
-    # Of a loss, the result is a number, and the gradients are its own.
-    loss, *_ = (row for row in rows if row["what"] == "of a loss")
-    assert len(loss["errors"]) == 2
-
-
-def test_xla_forms_have_the_results_of_plain_jax() -> None:
-    cells = importlib.import_module("benchmarks.xla.xla_form_cells").cells(small=False)
-    names = [cell.name for cell in cells]
-    assert len({*names}) == len(names) > 40
-    for cell in cells:
-        _check_types(cell.name, cell.by_xla, cell)
-
-
-def test_a_wrong_gradient_of_a_loss_fails() -> None:
-    from benchmarks.harness import contest
-
-    @jax.custom_vjp
-    def wrong(x: Any) -> Any:
-        return jnp.sin(x)
-
-    wrong.defvjp(lambda x: (jnp.sin(x), x), lambda x, grad: (2 * jnp.cos(x) * grad,))
-    cell = contest.Cell(
-        operation="sine",
-        size="5 x 7",
-        operands=(contest.Operand((5, 7), dtype="float32"),),
-        rivals={"plain": contest.Way(function=jnp.sin)},
-        ours=None,
-        by_xla=wrong,
-        has_loss=True,
-    )
-    settings = contest.Settings(
-        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
-    )
-    rows = contest.measure(cell, settings, {})
-    found = {(row["what"], row["contender"]): row for row in rows}
-    assert len(found) == len(rows) == 6
-    for what in ("with gradients", "of a loss"):
-        told = found[what, "jax_cudnn by xla"]["failure"]
-        assert told.startswith("WrongError: gradients are wrong by 1.0e+00"), told
-        assert found[what, "plain"]["errors"] == [0.0, 0.0]
-    assert "failure" not in found["forward", "jax_cudnn by xla"]
-
-
-def test_times_are_relative_to_the_rival_that_a_cell_names() -> None:
-    from benchmarks.harness import contest, contest_report
-
-    cell = contest.Cell(
-        operation="sine",
-        size="5 x 7",
-        operands=(contest.Operand((5, 7)),),
-        rivals={
-            "slow": contest.Way(function=lambda x: jnp.sin(x + jnp.sin(x) * 0)),
-            "other": contest.Way(function=jnp.cos, is_checked=False),
-            "named": contest.Way(function=jnp.sin),
-        },
-        ours=None,
-        has_gradients=False,
-        baseline="named",
-    )
-    settings = contest.Settings(
-        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
-    )
-    rows = {row["contender"]: row for row in contest.measure(cell, settings, {})}
-    assert list(rows) == ["slow", "other", "named"]
-    assert rows["named"]["ratio"] == 1 != rows["slow"]["ratio"]
-    # What computes something else is not compared.
-    assert rows["other"]["errors"] == []
-    assert len(rows["slow"]["errors"]) == 1
-    page = contest_report.page_of((), name="sines", title="Sines")
-    named = [{"GPU": "NVIDIA A7", **row} for row in rows.values()]
-    text = page({"environment": {"GPU": "NVIDIA A7"}, "rows": named})
-    assert re.search(r"\| other \|[^|]*\|[^|]*\|[^|]*\|  \|  \|\n", text)
-
-    wrong = dataclasses.replace(
-        cell, rivals={**cell.rivals, "named": contest.Way(function=jnp.cos)}
-    )
-    with pytest.raises(RuntimeError, match=r"^no rival ran forward: .'named': 'Wrong"):
-        contest.measure(wrong, settings, {})
-
-
-def test_attention_over_a_cache_is_compared_in_each_form(tmp_path: Path) -> None:
-    only = "window 16"
-    done = _run("benchmarks.decode", "--small", "--only", only, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    forms = ["cached_sdpa", "paged_sdpa, 16", "paged_sdpa, 64", "sdpa with a mask"]
-    forms += ["jax.nn xla", "jax.nn cudnn"]
-    assert [row["contender"] for row in rows] == forms
-    *ran, failed = rows
-    assert "cuDNN is not detected" in failed["failure"]
-    assert all(row["errors"][0] < 0.01 for row in ran)
-    assert ran[0]["ratio"] == 1
-    page = (tmp_path / "decode.md").read_text()
-    size = "(2,4,32h:8,16) t=64 window 16"
-    assert all((f"| {size} | cpu | {form} |" in page) for form in forms[:-1])
-    assert forms[-1] not in page
-
-
-def test_gradients_of_a_loss_that_are_rounding_alone_do_not_count() -> None:
-    """The sum of the squares of what is normed is the same for all x."""
-    from benchmarks.harness import contest
-
-    def normed(x: Any, scale: Any) -> Any:
-        return jax.nn.standardize(x, 0) * scale[None]
-
-    cell = contest.Cell(
-        operation="norm",
-        size="50 x 7",
-        operands=(contest.Operand((50, 7)), contest.Operand((7,))),
-        rivals={"plain": contest.Way(function=normed)},
-        ours=None,
-        has_loss=True,
-    )
-    settings = contest.Settings(
-        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
-    )
-    *_, row = contest.measure(cell, settings, {})
-    assert row["what"] == "of a loss"
-    assert max(row["errors"]) < 0.03
-
-
-@pytest.mark.thorough
-def test_layers_in_f8_are_timed(tmp_path: Path) -> None:
-    done = _run("benchmarks.f8_dense", "--small", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "f8_dense.json").read_text())["rows"]
-    assert len(rows) == 4
-    assert all({"bf16", "f8 products", "delayed"} <= set(row["us"]) for row in rows)
-    page = (tmp_path / "f8_dense.md").read_text()
-    assert re.search(r"times as\s+fast as in bf16", page)
-
-
-def _losses_of_a_gpt(folder: Path, *flags: str) -> dict[tuple[int, bool], float]:
-    """Return the mean of the last losses by seed and by whether it trained in f8."""
-    for package in ("flax", "optax"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    done = _run(
-        "benchmarks.f8_training", "--size", "tiny", "--out", str(folder), *flags
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((folder / "f8_training.json").read_text())["rows"]
-    last = {(row["seed"], row["f8"]): row["last"] for row in rows}
-    assert len(last) == len(rows)
-    return last
-
-
-def test_a_gpt_begins_to_learn_in_f8_as_without(tmp_path: Path) -> None:
-    last = _losses_of_a_gpt(tmp_path, "--steps", "20", "--seeds", "0")
-    assert last[0, False] < np.log(256) - 0.5
-    assert last[0, True] == pytest.approx(last[0, False], rel=0.02)
-    assert last[0, True] != last[0, False]
-    page = (tmp_path / "f8_training.md").read_text()
-    assert "Seed 0: f8 differs by " in page
-
-
-@pytest.mark.thorough
-def test_a_gpt_learns_in_f8_as_without(tmp_path: Path) -> None:
-    """From two seeds, no worse by over 1 % in the mean of the last 100 steps.
-
-    After so few steps a seed may be ahead by more, as two seeds without f8 are.
-    """
-    last = _losses_of_a_gpt(tmp_path, "--steps", "120")
-    assert len(last) == 4
-    for seed in (0, 1):
-        assert -0.03 <= last[seed, True] / last[seed, False] - 1 <= 0.01
-
-
-def test_attention_is_compared_with_one_head_after_another() -> None:
-    """Here those heads are also what plain JAX computes, with biases of their own."""
-    pytest.importorskip("flax", reason="flax is not installed")
-    from benchmarks.attention import attention_cells, ways
-
-    work = attention_cells.Workload(
-        name="", b=2, s=7, h=6, k=3, d=8, e=5, has_bias=True,
-        ours=lambda _: {"is_causal": True}, theirs={},
-    )  # fmt: skip
-    cell = ways.cell_of(work)
-    rng = np.random.default_rng(0)
-    operands = [rng.standard_normal(x.shape, np.float32) for x in cell.operands]
-    q, k, v, bias = operands
-    assert cell.truth is not None
-    found = cell.truth(*map(jnp.asarray, operands))
-
-    keys, values = (np.repeat(x, 2, 2) for x in (k, v))
-    scores = np.einsum("bshd,bthd->bhst", q, keys) * 8**-0.5 + bias
-    scores = np.where(np.tri(7, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    expected = np.einsum("bhst,bthe->bshe", weights, values)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "only", "contenders"),
-    [
-        ("sdpa", "bias", ["jax_cudnn", "jax.nn xla"]),
-        ("attention_features", "^sinks", ["jax_cudnn"]),
-        ("attention_features", "^dropout that .*1024", ["jax_cudnn", "Flax"]),
-        ("attention_features", "^f8, d=64", ["jax_cudnn bf16", "jax_cudnn"]),
-    ],
-)
-def test_attention_is_timed(
-    name: str, only: str, contenders: list[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("flax", reason="flax is not installed")
-    flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
-    done = _run(f"benchmarks.{name}", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-    found = [row["contender"] for row in rows]
-    assert found[: len(contenders)] == contenders
-    assert len(found) == len(contenders) * (1 if "f8" in only else 2)
-    compared = [row["contender"] for row in rows if row.get("errors")]
-    if "dropout" in only:
-        assert compared == []
-    if "f8" in only:
-        assert compared == ["jax_cudnn bf16"]
-    if name == "sdpa":
-        assert all(row["temporary_and_output_bytes"] > 0 for row in rows)

@@ -29,16 +29,8 @@ from jax_cudnn.lowering.sharding.subaxes import as_results, merged
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
 from tests.common.evaluating import evaluate
-from tests.lowering.drawn_calls import (
-    LAYERS,
-    NAMED,
-    OPERATIONS,
-    Call,
-    Random,
-    Shape,
-    activate,
-    draw_call,
-)
+from tests.lowering.derivatives.drawing import NAMED, Call, Random, Shape, activate
+from tests.lowering.derivatives.drawn_calls import LAYERS, OPERATIONS, draw_call
 from tests.products.shared.fused import assert_close
 from tests.products.shared.fusion_problems import ACTIVATIONS
 

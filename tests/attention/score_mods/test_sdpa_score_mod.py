@@ -34,10 +34,7 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 @pytest.fixture(autouse=True)
 def _promotion_as_users_have_it() -> Iterator[None]:
     """Let functions mix dtypes and ranks: scores, indices and captured arrays."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
@@ -470,53 +467,9 @@ def _mapped(function: Any) -> Any:
     return modified
 
 
-# --- the ready-made ones --------------------------------------------------------------
-
-
-def test_alibi_is_that_of_the_paper() -> None:
-    np.testing.assert_allclose(
-        score_mods.alibi_slopes(8), [2.0**-i for i in range(1, 9)]
-    )
-    np.testing.assert_allclose(
-        score_mods.alibi_slopes(6), [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
-    )
-    q, k, v = _operands()
-    slopes = score_mods.alibi_slopes(_H)
-    got = sdpa(q, k, v, score_mod=score_mods.alibi(slopes), is_causal=True)
-    rows, columns = np.arange(_S)[:, None], np.arange(_T)
-    bias = slopes[:, None, None] * (columns - rows)
-    want = sdpa(q, k, v, bias[None], is_causal=True)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_t5_buckets_are_those_of_its_paper() -> None:
-    # From the function in the T5 code base, for 32 buckets up to 128.
-    bucket = score_mods.t5_buckets()
-    positions = [-200, -128, -20, -8, -7, -1, 0, 1, 7, 8, 20, 127, 128, 300]
-    want = [15, 15, 10, 8, 7, 1, 0, 17, 23, 24, 26, 31, 31, 31]
-    assert [int(bucket(jnp.int32(x))) for x in positions] == want
-    causal = score_mods.t5_buckets(bidirectional=False)
-    assert [int(causal(jnp.int32(x))) for x in (5, 0, -1, -15, -16, -500)] == [
-        *(0, 0, 1, 15, 16, 31)
-    ]
-
-
 def test_documents_are_those_of_masks() -> None:
     q, k, v = _operands()
     q = jnp.concatenate([q, q[:, :2]], axis=1)
     got = sdpa(q, k, v, score_mod=_FUNCTIONS["documents"](None))
     want = sdpa(q, k, v, mask=masks.Segments(_SEGMENTS))
     np.testing.assert_array_equal(got, want)
-
-
-def test_ready_made_ones_refuse_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=re.escape("cap=0 is not above 0")):
-        score_mods.softcap(0)
-    with pytest.raises(ValueError, match=re.escape("cap is f32[2]. It must be one")):
-        score_mods.softcap(jnp.ones(2))
-    with pytest.raises(ValueError, match=re.escape("one number per query head")):
-        score_mods.alibi(jnp.ones((2, 3)))
-    with pytest.raises(ValueError, match=re.escape("must be (positions, heads)")):
-        score_mods.relative_bias(jnp.ones(3))
-    with pytest.raises(ValueError, match=re.escape("heads=0 is below 1")):
-        score_mods.alibi_slopes(0)
