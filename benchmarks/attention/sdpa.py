@@ -21,7 +21,7 @@ from benchmarks.attention.attention_cells import Workload
 from benchmarks.attention.ways import OURS, THEIRS, cell_of, small
 from benchmarks.harness import contest, contest_report, program
 from benchmarks.harness.contest import BOTH, FORWARD, Cell, Settings, Way
-from benchmarks.harness.operands import drawn_sets
+from benchmarks.harness.operands import Operand, drawn_sets
 from benchmarks.harness.page import FINE_RANGE, Data, Page, Row, table_of
 from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, compare
@@ -77,7 +77,7 @@ def _in_f32(work: Workload) -> Cell:
     return replace(
         cell,
         size="",
-        operands=tuple(x._replace(dtype="float32") for x in cell.operands),
+        operands=tuple(Operand(x.shape, dtype="float32") for x in cell.operands),
         rivals={
             name: Way(function=functools.partial(attention, implementation=how))
             for name, how in names.items()
