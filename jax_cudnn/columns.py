@@ -65,7 +65,7 @@ def page(lines: Iterable[str]) -> str:
 
 
 def _hanging(line: str) -> int:
-    """Return where the text of a line goes on: behind a dash, or a little inwards."""
+    """Return where the text of a line goes on: after a dash, or indented."""
     rest = line.lstrip()
     return len(line) - len(rest) + 2
 

@@ -219,8 +219,8 @@ def _add_hint(
         known = _parameters_of(owner, function.__name__)
     if match[1] not in known:
         # Newer Pythons add a guess of their own.
-        told = str(error)[: match.end()]
-        error.args = (f"{told}. {suggestion(match[1], known)}",)
+        shown = str(error)[: match.end()]
+        error.args = (f"{shown}. {suggestion(match[1], known)}",)
 
 
 def _parameters(*functions: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows on a terminal how far work has come that may take many seconds."""
+"""Shows the progress of work that may take many seconds on a terminal."""
 
 import os
 import sys

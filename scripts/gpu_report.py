@@ -149,6 +149,8 @@ def records_of(report: Path) -> list[Record]:
 
 
 def _record(case: ElementTree.Element) -> Record | None:
+    if not case.get("classname"):
+        return None  # a file that was skipped whole
     outcome, text = "passed", ""
     for kind in ("failure", "error", "skipped"):
         if (found := case.find(kind)) is not None:
@@ -160,7 +162,7 @@ def _record(case: ElementTree.Element) -> Record | None:
     if outcome == "passed" and ("finished", "yes") not in properties:
         return None
     record = {
-        "module": (case.get("classname") or "").split(".")[-1],
+        "module": case.get("classname", "").split(".")[-1],
         "test": case.get("name"),
         "outcome": outcome,
         "message": " ".join(text[:400].split()),

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn.calibration.choosing import name_of
-from jax_cudnn.calibration.kept import has_rules
 from jax_cudnn.calibration.rules import kernel_of_row
+from jax_cudnn.calibration.storing import has_rules
 from jax_cudnn.policy import evidence, tables
 from jax_cudnn.policy.nearest import FAR, LOSS, Measured, verdict_of
 from jax_cudnn.policy.tables import OTHER_CUDNN, Table

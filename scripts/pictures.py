@@ -117,6 +117,19 @@ def models(what: str) -> list[Row]:
     return list(rows.items())
 
 
+def llama() -> list[Row]:
+    """Return the steps of Llama-2 on several GPUs, relative to plain JAX."""
+    rows: list[Row] = []
+    for entry in _read("llama")["rows"]:
+        who, _, how = entry["contender"].partition(", ")
+        if who == "jax_cudnn":
+            dtype = "f8" if "f8" in how else "bf16"
+            kind = "jax_cudnn" if "tuned" in how else "untuned"
+            name = f"{entry['size']}, {entry['mesh']}, {dtype}"
+            rows.append((name, {kind: [_dot(entry)]}))
+    return rows
+
+
 # --- rows that can be read ------------------------------------------------------------
 
 _NAMES = {"relu": "ReLU", "silu": "SiLU", "gelu": "GELU"}
@@ -298,6 +311,7 @@ def panels() -> dict[str, list[Panel]]:
             _whole("Training", "time / plain JAX", models("train")),
             _whole("Inference", "time / plain JAX", models("infer")),
         ],
+        "llama": [_whole("Training Llama-2", "time / plain JAX in bf16", llama())],
         "attention": [
             Panel(f"Attention, {word}", to_jax, attentions(key), 0.8, 2)
             for key, word in both.items()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn.calibration.choosing import name_of
-from jax_cudnn.calibration.kept import table_of, to_text
+from jax_cudnn.calibration.storing import table_of, to_text
 from jax_cudnn.graph import Target
 from jax_cudnn.policy import own
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares contenders' results, before or beside their times."""
+"""Compares contenders' results, and says why one has none."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,3 +33,48 @@ def check(errors: Sequence[float], first: float, others: float, told: str = "") 
     # Written so that a NaN fails.
     if not all(e <= bound for e, bound in zip(errors, bounds, strict=True)):
         raise WrongError(f"{told}relative errors {errors} exceed {bounds}")
+
+
+def compared(
+    found: tuple[Sequence[Any], Sequence[Any]],
+    want: tuple[Sequence[Any], Sequence[Any]],
+    bounds: tuple[float, float],
+) -> list[float]:
+    """Return the largest relative errors of results and of gradients, if there are.
+
+    Raises:
+      WrongError: one of them exceeds its bound.
+    """
+    errors: list[float] = []
+    for what, arrays, truth, bound in zip(
+        ("results", "gradients"), found, want, bounds, strict=True
+    ):
+        if not arrays:
+            continue
+        each = [float(x) for x in relative_errors(arrays, truth)]
+        # Written so that a NaN fails.
+        if not all(error <= bound for error in each):
+            told = ", ".join(f"{error:.1e}" for error in each)
+            raise WrongError(f"{what} are wrong by {told}, which exceeds {bound}")
+        errors.append(float(f"{max(each):.2e}"))
+    return errors
+
+
+def attempt(name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what is made, or in words why it cannot be."""
+    try:
+        return make(*arguments)
+    except Exception as error:
+        traceback.print_exception(error, limit=-3)
+        told = reason(error)
+        print(f"  {name} failed: {told}", flush=True)
+        return told
+
+
+def reason(error: BaseException) -> str:
+    """Return what went wrong, in a line."""
+    parts = [error]
+    if isinstance(error, BaseExceptionGroup):
+        parts += error.exceptions
+    lines = (f"{type(x).__name__}: {x}".strip().splitlines()[0] for x in parts)
+    return "; ".join(lines)[:300]

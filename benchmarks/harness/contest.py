@@ -8,28 +8,27 @@ Each contender runs several sets of operands in one program (PyTorch: in one cal
 which together are too large for the GPU's cache.
 """
 
+import contextlib
 import dataclasses
-import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import torch_side
-from benchmarks.harness.checks import WrongError, relative_errors
-from benchmarks.harness.operands import Operand, as_operand, bytes_of, drawn_sets
+from benchmarks.harness.checks import attempt, compared
+from benchmarks.harness.operands import Drawn, Operand, drawn_with_cotangents
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.harness.torch_side import torch
 from jax_cudnn import choices, plans
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.tuning.stopwatch import compile_over_sets
 
-FORWARD, BOTH = "forward", "with gradients"
+FORWARD, BOTH, LOSS = "forward", "with gradients", "of a loss"
 
 XLA, UNTUNED, FIRST, TUNED = "xla", "untuned", "cudnn", "tuned"
 EAGER, COMPILED = "torch eager", "torch compiled"
@@ -52,9 +51,6 @@ GOALS = {UNTUNED: 1.05, TUNED: 1.0}
 OWN_BOUNDS = (2e-2, 1e-1)
 RIVALS_BOUNDS = (3e-2, 3e-1)
 
-# Operands that are larger together are in no cache after a call: 50 MB on an H100, 60
-# on an H200.
-_ROTATED_BYTES = 2**28
 _THREADS = 16
 
 Function = Callable[..., Any]
@@ -68,7 +64,8 @@ class Way:
 
     ``function`` takes what ``enter`` makes of the operands, and returns an array or a
     tuple of them. ``cotangents`` brings those of the cell into its layout; ``outputs``
-    and ``gradients`` bring back what it computed.
+    and ``gradients`` bring back what it computed. One whose results are not those of
+    others, as of dropout, is not ``is_checked``. PyTorch's runs ``around`` a context.
     """
 
     function: Function
@@ -76,6 +73,10 @@ class Way:
     cotangents: Rearrange = list
     outputs: Rearrange = list
     gradients: Rearrange = list
+    is_checked: bool = True
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +86,24 @@ class Cell:
     Attributes:
       operation: what it is, and ``size``, of what size.
       operands: random ones, or the numbers themselves.
-      rivals: what runs without us, and "xla" among it.
+      rivals: what runs without us; the first one says what the results are.
       ours: returns the function of jax_cudnn, a new one at each call, so that nothing
         that was traced before is remembered. None: there is none.
       by_xla: the same as XLA's code, or None where that is the rival "xla".
       first: the same with cuDNN's first plan, or None.
-      torch: PyTorch's function, which takes tensors, or None.
-      truth: what computes the same in f32, by default as "xla" does.
+      torch: PyTorch's function, which takes tensors and is also compiled, or several by
+        name, each as it is, or None.
+      truth: what computes the same in f32, by default as the first rival does.
       has_gradients: whether they are a workload as well.
+      has_loss: whether those of the sum of the results' squares are one, too. Of this
+        loss, XLA sees how cotangents depend on results.
       has_products: whether XLA chooses among kernels for it, which it times while it
         compiles: nothing else runs meanwhile.
       bounds: the largest relative errors of results and gradients of what is ours.
         Default: `OWN_BOUNDS`.
       goals: for a direction, what a contender may take at most, relative to the best
         rival. Default: `GOALS`.
+      baseline: the rival to which all times are relative. Default: the fastest one.
     """
 
     operation: str
@@ -108,19 +113,21 @@ class Cell:
     ours: Callable[[], Function] | None
     by_xla: Function | None = None
     first: Function | None = None
-    torch: Way | None = None
+    torch: Way | Mapping[str, Way] | None = None
     truth: Function | None = None
     has_gradients: bool = True
+    has_loss: bool = False
     has_products: bool = False
     bounds: tuple[float, float] | None = None
     goals: Mapping[str, Mapping[str, float]] = dataclasses.field(
         default_factory=lambda: {}
     )
+    baseline: str = ""
 
     @property
     def name(self) -> str:
         """The workload in one line."""
-        return f"{self.operation} {self.size}"
+        return f"{self.operation} {self.size}".strip()
 
     def __str__(self) -> str:
         return self.name
@@ -128,7 +135,22 @@ class Cell:
     @property
     def directions(self) -> tuple[str, ...]:
         """What of it is timed."""
-        return (FORWARD, BOTH) if self.has_gradients else (FORWARD,)
+        return (FORWARD, BOTH, LOSS)[: 1 + self.has_gradients + self.has_loss]
+
+    @property
+    def plain(self) -> Function:
+        """The function of the first rival."""
+        return next(iter(self.rivals.values())).function
+
+    @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the operands."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.operands]
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the results."""
+        return jax.tree.leaves(jax.eval_shape(self.plain, *self.types))
 
     def limits(self, what: str) -> Mapping[str, float]:
         """Return what contenders may take at most, relative to the best rival."""
@@ -154,43 +176,26 @@ class Settings:
     round_ms: float = 20.0
 
 
-class _Set(NamedTuple):
-    operands: list[Any]
-    cotangents: list[Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Made:
     """A contender; ``results`` are those of the first set, in the cell's layout."""
 
     contender: Contender
     results: Callable[[], _Pair]
-
-
-# --- operands -------------------------------------------------------------------------
-
-
-def _outputs(cell: Cell) -> list[jax.ShapeDtypeStruct]:
-    way = cell.rivals[XLA]
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
-    return jax.tree.leaves(jax.eval_shape(way.function, *like))
-
-
-def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
-    """Return sets of operands and cotangents, too large together for the cache."""
-    given = [*cell.operands, *map(as_operand, _outputs(cell))]
-    size, count = bytes_of([x for x in given if isinstance(x, Operand)]), 1
-    if size < 2 * _ROTATED_BYTES:
-        count = min(most, max(2, math.ceil(_ROTATED_BYTES / size)))
-    number = len(cell.operands)
-    return [_Set(x[:number], x[number:]) for x in drawn_sets(given, count)]
+    is_checked: bool
 
 
 # --- JAX ------------------------------------------------------------------------------
 
 
 def program(function: Function, what: str) -> Callable[..., _Pair]:
-    """Return a function of operands and cotangents: results, and all gradients."""
+    """Return a function of operands and cotangents: results, and all gradients.
+
+    Those of a loss take no cotangents.
+    """
+    if what == LOSS:
+        of_loss = program(lambda *operands: _squares(function(*operands)), BOTH)
+        return lambda operands, _: of_loss(operands, [jnp.ones(())])
 
     def run(operands: Sequence[Any], cotangents: Sequence[Any]) -> _Pair:
         if what == FORWARD:
@@ -211,7 +216,12 @@ def program(function: Function, what: str) -> Callable[..., _Pair]:
     return run
 
 
-def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
+def _squares(results: Any) -> jax.Array:
+    each = [jnp.sum(jnp.square(_wide(x))) for x in jax.tree.leaves(results)]
+    return jnp.sum(jnp.stack(each))
+
+
+def _of_jax(way: Way, what: str, sets: Sequence[Drawn]) -> _Made:
     entered: list[Any] = [(way.enter(x), way.cotangents(grads)) for x, grads in sets]
     compiled = compile_over_sets(program(way.function, what), entered)
 
@@ -225,18 +235,18 @@ def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
     return _Made(
         contender=Contender(call=call, wait=jax.block_until_ready, count=len(entered)),
         results=results,
+        is_checked=way.is_checked,
     )
 
 
-def _truth(cell: Cell, first: _Set) -> Callable[[], _Pair]:
+def _truth(cell: Cell, what: str, first: Drawn) -> Callable[[], _Pair]:
     """Return what computes XLA's results from the same numbers in f32, compiled.
 
     XLA multiplies in TF32, which holds all bf16 operands exactly.
     """
 
     def in_f32(operands: list[Any], cotangents: list[Any]) -> _Pair:
-        function = cell.truth or cell.rivals[XLA].function
-        run = program(function, cell.directions[-1])
+        run = program(cell.truth or cell.plain, what)
         return run(list(map(_wide, operands)), list(map(_wide, cotangents)))
 
     compiled = jax.jit(in_f32).lower(*first).compile()
@@ -250,7 +260,7 @@ def _wide(x: jax.Array) -> jax.Array:
 # --- PyTorch --------------------------------------------------------------------------
 
 
-def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
+def _of_torch(way: Way, name: str, what: str, sets: Sequence[Drawn]) -> _Made:
     """Return PyTorch's function, which is compiled when it is called first."""
     function = way.function
     if name == COMPILED:
@@ -265,12 +275,13 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
         )
 
     def one(operands: list[Any], cotangents: list[Any]) -> _Pair:
-        found = function(*operands)
-        outputs = list(found) if isinstance(found, tuple | list) else [found]
-        if what == FORWARD:
-            return outputs, []
-        floats = [x for x in operands if x.requires_grad]
-        return outputs, list(torch.autograd.grad(outputs, floats, cotangents))
+        with way.around():
+            found = function(*operands)
+            outputs = list(found) if isinstance(found, tuple | list) else [found]
+            if what == FORWARD:
+                return outputs, []
+            floats = [x for x in operands if x.requires_grad]
+            return outputs, list(torch.autograd.grad(outputs, floats, cotangents))
 
     def call() -> Any:
         return [one(*each) for each in moved]
@@ -281,7 +292,11 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
         outputs, gradients = ([torch_side.to_jax(x) for x in each] for each in found)
         return outputs, gradients
 
-    made = _Made(contender=torch_side.contender(call, len(moved)), results=results)
+    made = _Made(
+        contender=torch_side.contender(call, len(moved)),
+        results=results,
+        is_checked=way.is_checked,
+    )
     made.contender.wait(made.contender.call())
     return made
 
@@ -289,23 +304,27 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
 # --- correctness ----------------------------------------------------------------------
 
 
-def _check(cell: Cell, name: str, made: _Made, want: _Pair) -> list[float]:
+def _check(
+    cell: Cell, what: str, name: str, made: _Made, want: _Pair | None
+) -> list[float]:
     """Return the largest relative errors of results and of gradients, if there are."""
+    if want is None or not made.is_checked:
+        return []
     found = made.results()
+    if what == LOSS:
+        found, want = _joined(found), _joined(want)
     bounds = (cell.bounds or OWN_BOUNDS) if name in OURS else RIVALS_BOUNDS
-    errors: list[float] = []
-    for what, arrays, truth, bound in zip(
-        ("results", "gradients"), found, want, bounds, strict=True
-    ):
-        if not arrays:
-            continue
-        each = [float(x) for x in relative_errors(arrays, truth)]
-        # Written so that a NaN fails.
-        if not all(error <= bound for error in each):
-            told = ", ".join(f"{error:.1e}" for error in each)
-            raise WrongError(f"{what} are wrong by {told}, which exceeds {bound}")
-        errors.append(float(f"{max(each):.2e}"))
-    return errors
+    return compared(found, want, bounds)
+
+
+def _joined(pair: _Pair) -> _Pair:
+    """Return the gradients of a loss as one array.
+
+    One of them alone may be rounding: the squares of what a batch norm gives have the
+    same sum for all x.
+    """
+    results, gradients = pair
+    return results, [jnp.concatenate([jnp.ravel(_wide(x)) for x in gradients])]
 
 
 # --- one cell -------------------------------------------------------------------------
@@ -323,29 +342,36 @@ def measure(
     """
     choices.table().clear()
     choices.table().add(shipped)
-    sets = _drawn_sets(cell, settings.most_sets)
+    sets = drawn_with_cotangents(cell.operands, cell.outputs, settings.most_sets)
+    ways, torch_ways = _ways(cell, settings), _torch_ways(cell, settings)
+    is_checked = any(x.is_checked for x in (*ways.values(), *torch_ways.values()))
     with ThreadPoolExecutor(_THREADS) as pool:
-        waiting = _submitted(pool, cell.directions, _ways(cell, settings), sets)
-        truth = pool.submit(_truth, cell, sets[0])
+        waiting = _submitted(pool, cell.directions, ways, sets)
+        # Results are the same with and without gradients.
+        truths = {
+            what: pool.submit(_truth, cell, what, sets[0])
+            for what in cell.directions[1:] or (FORWARD,)
+            if is_checked
+        }
         if cell.has_products:
             wait(waiting.values())
-            wait([truth])
+            wait(truths.values())
         # PyTorch compiles here while JAX does so in other threads.
         field: _Field = {
-            (what, name): _attempt(name, _of_torch, cell.torch, name, what, sets)
+            (what, name): attempt(name, _of_torch, way, name, what, sets)
             for what in cell.directions
-            for name in (EAGER, COMPILED)[: 1 + settings.with_compiled]
-            if settings.with_torch and cell.torch is not None
+            for name, way in torch_ways.items()
         }
         field |= _collected(waiting)
-        compiled_truth = truth.result()
+        compiled_truths = {what: each.result() for what, each in truths.items()}
         if settings.with_tuning and cell.ours is not None:
             field |= _tuned(pool, cell, settings, sets)
-    want = compiled_truth()
+    want = {what: run() for what, run in compiled_truths.items()}
     rows: list[dict[str, Any]] = []
     for what in cell.directions:
         made = {name: each for (w, name), each in field.items() if w == what}
-        rows += _timed(cell, what, made, want, settings)
+        truth = want.get(what) or want.get(BOTH)
+        rows += _timed(cell, what, made, truth, settings)
     return rows
 
 
@@ -361,11 +387,17 @@ def _ways(cell: Cell, settings: Settings) -> dict[str, Way]:
     return ways
 
 
+def _torch_ways(cell: Cell, settings: Settings) -> Mapping[str, Way]:
+    names = (EAGER, COMPILED)[: 1 + settings.with_compiled]
+    of = cell.torch if settings.with_torch else None
+    return dict.fromkeys(names, of) if isinstance(of, Way) else of or {}
+
+
 def _submitted(
     pool: ThreadPoolExecutor,
     directions: Sequence[str],
     ways: Mapping[str, Way],
-    sets: Sequence[_Set],
+    sets: Sequence[Drawn],
 ) -> dict[tuple[str, str], Future[_Made]]:
     return {
         (what, name): pool.submit(_of_jax, way, what, sets)
@@ -375,11 +407,11 @@ def _submitted(
 
 
 def _collected(waiting: Mapping[tuple[str, str], Future[_Made]]) -> _Field:
-    return {key: _attempt(key[1], future.result) for key, future in waiting.items()}
+    return {key: attempt(key[1], future.result) for key, future in waiting.items()}
 
 
 def _tuned(
-    pool: ThreadPoolExecutor, cell: Cell, settings: Settings, sets: Sequence[_Set]
+    pool: ThreadPoolExecutor, cell: Cell, settings: Settings, sets: Sequence[Drawn]
 ) -> _Field:
     """Choose plans for each direction, and compile what is chosen.
 
@@ -389,7 +421,7 @@ def _tuned(
     field: _Field = {}
     for what in cell.directions:
         function = program(cell.ours(), what)
-        found = _attempt(
+        found = attempt(
             TUNED,
             lambda function=function: plans.autotune(
                 function, *sets[0], max_plans=settings.max_plans, progress=False
@@ -408,7 +440,7 @@ def _timed(
     cell: Cell,
     what: str,
     made: Mapping[str, _Made | str],
-    want: _Pair,
+    want: _Pair | None,
     settings: Settings,
 ) -> list[dict[str, Any]]:
     """Check the contenders of a direction, time them, and return their rows."""
@@ -419,7 +451,7 @@ def _timed(
         if isinstance(each, str):
             failures[name] = each
             continue
-        checked = _attempt(name, _check, cell, name, each, want)
+        checked = attempt(name, _check, cell, what, name, each, want)
         if isinstance(checked, str):
             failures[name] = checked
             continue
@@ -427,6 +459,7 @@ def _timed(
         contenders[name] = each.contender
     others = (*OURS, EAGER, COMPILED) if settings.is_beside_jax else OURS
     rivals = [name for name in contenders if name not in others]
+    rivals = [name for name in rivals if cell.baseline in ("", name)]
     if not rivals:
         raise RuntimeError(f"no rival ran {what}: {failures}")
     times = alternate(
@@ -455,25 +488,6 @@ def _timed(
 
 def _in_order(cell: Cell, names: Mapping[str, Any]) -> Iterator[str]:
     """Yield XLA and what else there is of JAX, PyTorch, and what is ours at the end."""
-    order = (*cell.rivals, EAGER, COMPILED, *OURS)
+    of_torch = cell.torch if isinstance(cell.torch, Mapping) else (EAGER, COMPILED)
+    order = (*cell.rivals, *of_torch, *OURS)
     yield from sorted(names, key=order.index)
-
-
-def _attempt(name: str, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what is made, or in words why it cannot be."""
-    try:
-        return make(*arguments)
-    except Exception as error:
-        traceback.print_exception(error, limit=-3)
-        told = reason(error)
-        print(f"  {name} failed: {told}", flush=True)
-        return told
-
-
-def reason(error: BaseException) -> str:
-    """Return what went wrong, in a line."""
-    parts = [error]
-    if isinstance(error, BaseExceptionGroup):
-        parts += error.exceptions
-    lines = (f"{type(x).__name__}: {x}".strip().splitlines()[0] for x in parts)
-    return "; ".join(lines)[:300]

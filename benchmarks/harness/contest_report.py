@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import program, torch_side
+from benchmarks.harness.checks import reason
 from benchmarks.harness.contest import (
     OURS,
     OWN_BOUNDS,
@@ -20,7 +21,6 @@ from benchmarks.harness.contest import (
     Cell,
     Settings,
     measure,
-    reason,
 )
 from benchmarks.harness.page import FINE_RANGE, FINELY_RANGED, Data, Page, gpu_of, table
 from benchmarks.harness.records import Table
@@ -31,11 +31,15 @@ from jax_cudnn.choices import Choice, Key
 
 Rows = list[dict[str, Any]]
 
+_SMALL: dict[str, Any] = {"rounds": 2, "round_ms": 1.0, "most_sets": 2}
 
-def main(doc: str | None, page: Page, cells: Callable[..., Sequence[Cell]]) -> None:
+
+def main(
+    doc: str | None, page: Page, cells: Callable[..., Sequence[Cell]], **more: Any
+) -> None:
     """Run cells, which are given whether they are to be ``small``, as options say."""
     options = parser(doc).parse_args()
-    run(page, cells(small=options.small), options)
+    run(page, cells(small=options.small), options, **more)
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -49,21 +53,18 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def run(
-    page: Page,
-    cells: Sequence[Cell],
-    options: argparse.Namespace,
-    *,
-    with_first: bool = True,
+    page: Page, cells: Sequence[Cell], options: argparse.Namespace, **more: Any
 ) -> None:
     """Measure the cells that are asked for, and write the report after each.
 
-    Exits with an error if a contender of ours failed or was wrong.
+    ``more`` has settings that the options do not have. Exits with an error if a
+    contender of ours failed or was wrong.
     """
     wanted = program.chosen(cells, options)
     if options.list:
         print("\n".join(cell.name for cell in wanted))
         return
-    chosen = settings(options, with_first=with_first)
+    chosen = settings(options, **more)
     untuned = shipped()
     rows_of_all = Table(
         folder=options.out,
@@ -102,8 +103,7 @@ def settings(options: argparse.Namespace, **more: Any) -> Settings:
     return Settings(
         with_torch=with_torch,
         with_tuning=has_gpu and not options.no_tuning,
-        **more,
-        **({"rounds": 2, "round_ms": 1.0, "most_sets": 2} if options.small else {}),
+        **{**more, **(_SMALL if options.small else {})},
     )
 
 
@@ -153,19 +153,20 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{limit} {'met' if round(row['ratio'], 2) <= row['goal'] else 'missed'}"
 
 
-def page_of(about: Sequence[str], **page: Any) -> Page:
-    """Return a page about cells, given what it says of them first."""
-    return Page(names_gpus=True, lines=functools.partial(_lines, about), **page)
+def page_of(about: Sequence[str], *, baseline: str = "", **page: Any) -> Page:
+    """Return a page about cells, given what it says of them first, and their rival."""
+    to = f"`{baseline}`" if baseline else "the fastest rival"
+    return Page(names_gpus=True, lines=functools.partial(_lines, about, to), **page)
 
 
-def _lines(about: Sequence[str], data: Data) -> list[str]:
+def _lines(about: Sequence[str], baseline: str, data: Data) -> list[str]:
     rows = data["rows"]
     return [
         *about,
         "",
         "All contenders of a workload and direction take turns in one run, over",
         "several sets of operands, which together are too large for the GPU's cache.",
-        "Times are medians a call. The ratio is to the fastest rival, taken round by",
+        f"Times are medians a call. The ratio is to {baseline}, taken round by",
         "round (median, lowest and highest): below 1 is faster. Rivals are all but",
         f"{', '.join(f'`{name}`' for name in OURS)}. `untuned` is what a user gets who",
         "tuned nothing, and `tuned` what `plans.autotune` found with few plans a call.",
@@ -218,5 +219,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         facts += ["", "", f"failed: {told}", ""]
     else:
         facts += [f"{row['median_us']:.1f}", f"{row['ratio']:.3f}"]
-        facts += [FINE_RANGE.format_map(row), f"{max(row['errors']):.1e}"]
+        # Records of programs that were no contests yet may lack these.
+        facts += [FINE_RANGE.format_map(row) if "ratio_low" in row else ""]
+        facts += [f"{max(row['errors']):.1e}" if row.get("errors") else ""]
     return [*facts, verdict(row)]

@@ -9,26 +9,21 @@ see timing.py. Most models are trained untuned, beside plain JAX alone, and take
 minute each, most of it to compile; the first seven are tuned and inferred as well.
 
 `--only REGEX` chooses models by their names and what they do, such as "ViT-B train";
-those that the file in the folder has beside them are kept. `--part 2/4` runs the second
-of four parts of these, so that four GPUs may share them, each writing to a folder of
-its own. `--merge JSON...` measures nothing, and puts the rows of such files in place.
-`--small` tries the script on a CPU, where times say nothing.
+those that the file in the folder has beside them are kept. `--part 1/4` runs the second
+of four parts of these, so that four GPUs may share them, a process each. `--small`
+tries the script on a CPU, where times say nothing.
 """
 
-import argparse
-import json
-import re
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks.harness import program, torch_side
-from benchmarks.harness.page import FINE_RANGE, Data, Page, gpu_of, table
-from benchmarks.harness.records import Table
+from benchmarks.harness import torch_side
+from benchmarks.harness.page import FINE_RANGE, Data, Page, Row, gpu_of, table
+from benchmarks.harness.program import run_benchmark
 from benchmarks.harness.timing import Contender, alternate, summary
 from benchmarks.models.cudnn_kit import CudnnKit, F8Kit
 from benchmarks.models.every import every
@@ -40,6 +35,8 @@ from benchmarks.models.zoo import Model
 _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
 # Of losses, relative to the first and largest, and of outputs, by their norm.
 _BOUND = 0.03
+# Steps whose losses have to agree, and those of small models.
+_STEPS, _FEW_STEPS = 50, 3
 # Dense bf16 products a second, from NVIDIA's data sheets.
 _PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
@@ -49,6 +46,31 @@ _F8, _IN_F8 = "untuned, f8", ("Llama-like",)
 _ALL_EXPERTS, _OF_EXPERTS = f"{_PLAIN}, all experts", ("Mixtral-like",)
 
 _Steps = JaxSteps | TorchSteps
+
+
+class _Case(NamedTuple):
+    """A model that is trained or inferred, and over how many steps it is checked."""
+
+    model: Model
+    is_training: bool
+    steps: int
+
+    @property
+    def what(self) -> str:
+        """What is done with the model."""
+        return "train" if self.is_training else "infer"
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.what}"
+
+
+def _cases(*, small: bool) -> list[_Case]:
+    return [
+        _Case(model, is_training, _FEW_STEPS if small else _STEPS)
+        for model in every(small=small)
+        for is_training in (True, False)
+        if (model.trains if is_training else not model.untuned_only)
+    ]
 
 
 def _contenders(
@@ -101,22 +123,30 @@ def _check(name: str, found: np.ndarray, want: np.ndarray) -> None:
 
 
 def measure(
-    model: Model,
-    *,
-    is_training: bool,
-    with_torch: bool,
-    steps: int,
-    with_tuning: bool = True,
-) -> list[dict[str, Any]]:
-    """Time all contenders of a model; return a row for each."""
+    cases: Sequence[_Case], no_torch: bool, no_tuning: bool
+) -> Iterator[list[Row]]:
+    """Time all contenders of each model; yield a row for each."""
+    with_torch = is_there() and not no_torch
+    if with_torch:
+        torch_side.prefer_fast_convolutions()
+    for case in cases:
+        print(case, flush=True)
+        is_beside_all = not case.model.untuned_only
+        makers = _contenders(
+            case.model,
+            is_training=case.is_training,
+            with_torch=with_torch and is_beside_all,
+            with_tuning=is_beside_all and not no_tuning,
+        )
+        yield _measured(case, makers)
+        if with_torch:
+            torch_side.release_memory()
+
+
+def _measured(case: _Case, makers: dict[str, Callable[[], _Steps]]) -> list[Row]:
+    model, is_training, steps = case
     runs: dict[str, _Steps] = {}
     results: dict[str, np.ndarray] = {}
-    makers = _contenders(
-        model,
-        is_training=is_training,
-        with_torch=with_torch and not model.untuned_only,
-        with_tuning=with_tuning and not model.untuned_only,
-    )
     for name, make in makers.items():
         run = make()
         runs[name] = run
@@ -142,13 +172,13 @@ def measure(
         (each for name, each in times.items() if name.startswith(_PLAIN)),
         key=statistics.median,
     )
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name, run in runs.items():
         timing = summary(times[name], plain)
         row = {
             "model": model.name,
             "size": model.size,
-            "what": "train" if is_training else "infer",
+            "what": case.what,
             "contender": name,
             "ms": round(timing.median_us / 1e3, 3),
             "ratio": round(timing.ratio, 4),
@@ -167,9 +197,6 @@ def measure(
         if is_training:
             row["losses"] = [round(float(x), 4) for x in results[name][::7]]
         rows.append(row)
-        print(f"  {name}: {row['ms']} ms, {row['ratio']} of {_PLAIN}", flush=True)
-    if with_torch:
-        torch_side.release_memory()
     return rows
 
 
@@ -184,7 +211,7 @@ def _lines(data: Data) -> list[str]:
         "Temporary memory is what is left of it without weights, AdamW's moments and",
         "the batch. The share of the peak counts the operations of plain JAX's program",
         "as XLA counts them, attention as matmuls of all queries and keys. A model",
-        f"learns one batch by heart. Losses over the first {data['steps']} steps agree",
+        f"learns one batch by heart. Losses over the first {_STEPS} steps agree",
         f"within {_BOUND:.0%} of the first loss.",
         "",
         *(f"- {model.name}: {model.about}" for model in every() if model.about),
@@ -207,32 +234,6 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _part(text: str) -> tuple[int, int]:
-    """Return the number of a part, from 1, and of how many."""
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/4")
-    return int(number), int(count)
-
-
-def _table(folder: Path, **more: Any) -> Table:
-    return Table(
-        folder=folder,
-        page=markdown,
-        keys=("model", "what"),
-        order=[model.name for model in every()],
-        **more,
-    )
-
-
-def merge(folder: Path, files: Sequence[Path]) -> None:
-    """Put the rows of other runs in the place of those that a folder has of them."""
-    for file in files:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        about = {"steps": data["steps"]}
-        _table(folder, versions=data["environment"], about=about).add(*data["rows"])
-
-
 markdown = Page(
     name="models",
     title="Whole models",
@@ -243,50 +244,17 @@ markdown = Page(
 )
 
 
-def main() -> None:
-    """Run the models and write the report."""
-    parser = program.parser(__doc__)
-    parser.add_argument("--only", default="", help="a regular expression of names")
-    parser.add_argument("--part", type=_part, default=(1, 1), help="such as 2/4")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
-    parser.add_argument("--steps", type=int, default=50, help="whose losses agree")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--no-tuning", action="store_true")
-    parser.add_argument("--small", action="store_true", help="try the script on a CPU")
-    options = parser.parse_args()
-    if options.merge:
-        merge(options.out, options.merge)
-        return
-    zoo = every(small=options.small)
-    runs = [
-        (model, is_training)
-        for model in zoo
-        for is_training in (True, False)
-        if (model.trains if is_training else not model.untuned_only)
-        and re.search(options.only, _title(model, is_training=is_training))
-    ]
-    number, count = options.part
-    rows = _table(options.out, about={"steps": options.steps})
-    if not options.only and count == 1:
-        rows.forget()
-    with_torch = is_there() and not options.no_torch
-    if with_torch:
-        torch_side.prefer_fast_convolutions()
-    for model, is_training in runs[number - 1 :: count]:
-        print(_title(model, is_training=is_training), flush=True)
-        measured = measure(
-            model,
-            is_training=is_training,
-            with_torch=with_torch,
-            with_tuning=not options.no_tuning,
-            steps=options.steps,
-        )
-        rows.add(*measured)
-
-
-def _title(model: Model, *, is_training: bool) -> str:
-    return f"{model.name} {'train' if is_training else 'infer'}"
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__,
+        _cases,
+        measure,
+        markdown,
+        options={
+            "--no-torch": {"action": "store_true"},
+            "--no-tuning": {"action": "store_true"},
+        },
+        keeps="any GPU",
+        keys=("model", "what"),
+        order=[model.name for model in every()],
+    )

@@ -10,25 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.models.zoo import Batch, Model, Weights, model, pictures, square
+from benchmarks.models.zoo import (
+    Batch,
+    Language,
+    Model,
+    Weights,
+    model,
+    pictures,
+    square,
+)
 
 # --- T5 -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Translation:
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    context: int
-    batch: int
-
-    @property
-    def told(self) -> str:
-        return f"{self.batch} x {self.context}"
 
 
 def _buckets(count: int, *, is_causal: bool) -> np.ndarray:
@@ -43,11 +39,17 @@ def _buckets(count: int, *, is_causal: bool) -> np.ndarray:
     return (first + np.where(distance < exact, distance, far)).astype(np.int32)
 
 
-def _relative_bias(kit: Any, w: Weights, size: _Translation, *, is_causal: bool) -> Any:
+def _relative_bias(kit: Any, w: Weights, size: Language, *, is_causal: bool) -> Any:
     """Return a learned bias (1, h, s, s), which all layers of a stack share."""
     # Not a lookup: XLA adds up its gradient by atomics, 8192 and more to a number.
     chosen = np.eye(32, dtype=np.float32)[_buckets(size.context, is_causal=is_causal)]
-    return kit.bias(kit.dense(kit.constant(chosen), w.product(32, size.heads)))
+    bias = kit.dense(kit.constant(chosen), w.product(32, size.heads))
+    return _of_heads(bias)
+
+
+def _of_heads(bias: jax.Array) -> jax.Array:
+    """Return a bias (1, h, s, t), of one whose heads are the last axis."""
+    return jnp.transpose(bias, (2, 0, 1))[None]
 
 
 def _t5_attention(
@@ -59,7 +61,7 @@ def _t5_attention(
     q = kit.dense(y, w.product(d, d)).reshape(b, s, h, d // h)
     k = kit.dense(source, w.product(d, d)).reshape(b, t, h, d // h)
     v = kit.dense(source, w.product(d, d)).reshape(b, t, h, d // h)
-    y = kit.biased_attention(q, k, v, bias, is_causal=is_causal).reshape(b, s, d)
+    y = kit.attention(q, k, v, bias, is_causal=is_causal).reshape(b, s, d)
     return kit.dense(y, w.product(d, d), residual=x)
 
 
@@ -69,7 +71,7 @@ def _t5_mlp(kit: Any, w: Weights, x: Any, d: int) -> Any:
     return kit.dense(y, w.product(4 * d, d), residual=x)
 
 
-def _t5(kit: Any, w: Weights, batch: dict[str, Any], size: _Translation) -> Any:
+def _t5(kit: Any, w: Weights, batch: dict[str, Any], size: Language) -> Any:
     d = size.width
     words = w.table(size.vocabulary, d)
     attend = functools.partial(_t5_attention, kit, w, h=size.heads)
@@ -86,7 +88,7 @@ def _t5(kit: Any, w: Weights, batch: dict[str, Any], size: _Translation) -> Any:
     return kit.logits(kit.rms_norm(x, w.ones(d)), words)
 
 
-def _pairs_of_text(size: _Translation, rng: np.random.Generator) -> Batch:
+def _pairs_of_text(size: Language, rng: np.random.Generator) -> Batch:
     shape = (size.batch, size.context)
     return {
         name: rng.integers(0, size.vocabulary, shape, np.int32)
@@ -135,19 +137,19 @@ def _swin_block(kit: Any, w: Weights, x: Any, *, n: int, h: int, shift: int) -> 
     b, side, _, c = x.shape
     s, count = n * n, side // n
     y = kit.layer_norm(x, *w.norm(c))
-    y = kit.rolled(y, -shift) if shift else y
+    y = jnp.roll(y, (-shift, -shift), (1, 2)) if shift else y
     y = y.reshape(b, count, n, count, n, c).transpose(0, 1, 3, 2, 4, 5)
     y = y.reshape(b * count * count, s, c)
     qkv = kit.dense(y, *w.layer(c, 3 * c))
     parts = (part.reshape(-1, s, h, c // h) for part in kit.split(qkv, 3))
     places = kit.constant(_window_places(n))
-    bias = kit.bias(kit.embed(w.table((2 * n - 1) ** 2, h), places))
+    bias = _of_heads(kit.embed(w.table((2 * n - 1) ** 2, h), places))
     mask = kit.constant(_same_region(side, n, shift, b)) if shift else None
-    y = kit.biased_attention(*parts, bias, mask=mask).reshape(-1, s, c)
+    y = kit.attention(*parts, bias, mask=mask).reshape(-1, s, c)
     y = kit.dense(y, *w.layer(c, c))
     y = y.reshape(b, count, count, n, n, c).transpose(0, 1, 3, 2, 4, 5)
     y = y.reshape(b, side, side, c)
-    x = x + (kit.rolled(y, shift) if shift else y)
+    x = x + (jnp.roll(y, (shift, shift), (1, 2)) if shift else y)
     y = kit.layer_norm(x, *w.norm(c))
     return kit.mlp(y, *w.mlp(c), residual=x)
 
@@ -167,7 +169,7 @@ def _swin(kit: Any, w: Weights, batch: dict[str, Any], size: _Windows) -> Any:
             shift = n // 2 if i % 2 and x.shape[1] > n else 0
             x = _swin_block(kit, w, x, n=n, h=h, shift=shift)
     c = size.widths[-1]
-    x = kit.mean(kit.layer_norm(x, *w.norm(c)), (1, 2))
+    x = kit.layer_norm(x, *w.norm(c)).mean((1, 2))
     return kit.dense(x, *w.layer(c, size.classes))
 
 
@@ -193,11 +195,11 @@ def _residual(
     kit: Any, w: Weights, x: Any, time: Any, to: int, size: _Diffusion
 ) -> Any:
     c = x.shape[-1]
-    y = kit.group_norm(x, *w.norm(c), size.groups, "silu")
+    y = kit.group_norm(x, *w.norm(c), groups=size.groups, activation="silu")
     y = kit.conv(y, *w.window(3, 3, c, to))
     shift = kit.dense(time, *w.layer(time.shape[-1], to))
     y = y + shift[:, None, None]
-    y = kit.group_norm(y, *w.norm(to), size.groups, "silu")
+    y = kit.group_norm(y, *w.norm(to), groups=size.groups, activation="silu")
     y = kit.conv(y, *w.window(3, 3, to, to))
     if c != to:
         x = kit.conv(x, *w.window(1, 1, c, to))
@@ -212,13 +214,13 @@ def _attends(
     q = kit.dense(x, w.product(c, c)).reshape(b, s, h, c // h)
     k = kit.dense(source, w.product(e, c)).reshape(b, t, h, c // h)
     v = kit.dense(source, w.product(e, c)).reshape(b, t, h, c // h)
-    y = kit.attention(q, k, v, is_causal=False).reshape(b, s, c)
+    y = kit.attention(q, k, v).reshape(b, s, c)
     return kit.dense(y, *w.layer(c, c), residual=residual)
 
 
 def _transformer(kit: Any, w: Weights, images: Any, text: Any, size: _Diffusion) -> Any:
     b, y, _, c = images.shape
-    x = kit.group_norm(images, *w.norm(c), size.groups, None)
+    x = kit.group_norm(images, *w.norm(c), groups=size.groups)
     x = kit.dense(x.reshape(b, y * y, c), *w.layer(c, c))
     z = kit.layer_norm(x, *w.norm(c))
     x = _attends(kit, w, z, z, size, x)
@@ -226,7 +228,7 @@ def _transformer(kit: Any, w: Weights, images: Any, text: Any, size: _Diffusion)
     x = _attends(kit, w, z, text, size, x)
     z = kit.layer_norm(x, *w.norm(c))
     up = kit.dense(z, *w.layer(c, 4 * c))
-    gate = kit.dense(z, *w.layer(c, 4 * c), "gelu")
+    gate = kit.dense(z, *w.layer(c, 4 * c), activation="gelu")
     x = kit.dense(up * gate, *w.layer(4 * c, c), residual=x)
     x = kit.dense(x, *w.layer(c, c))
     return images + x.reshape(b, y, y, c)
@@ -250,8 +252,8 @@ def _down(kit: Any, w: Weights, x: Any, time: Any, text: Any, size: _Diffusion) 
 def _diffusion(kit: Any, w: Weights, batch: dict[str, Any], size: _Diffusion) -> Any:
     first, last = size.widths[0], size.widths[-1]
     text, time = batch["text"], batch["time"]
-    time = kit.dense(time, *w.layer(first, 4 * first), "silu")
-    time = kit.dense(time, *w.layer(4 * first, 4 * first), "silu")
+    time = kit.dense(time, *w.layer(first, 4 * first), activation="silu")
+    time = kit.dense(time, *w.layer(4 * first, 4 * first), activation="silu")
     x = kit.conv(batch["images"], *w.window(3, 3, 4, first))
     x, kept = _down(kit, w, x, time, text, size)
     x = _residual(kit, w, x, time, last, size)
@@ -264,7 +266,7 @@ def _diffusion(kit: Any, w: Weights, batch: dict[str, Any], size: _Diffusion) ->
                 x = _transformer(kit, w, x, text, size)
         if level:
             x = kit.conv(kit.doubled(x), *w.window(3, 3, c, c))
-    x = kit.group_norm(x, *w.norm(first), size.groups, "silu")
+    x = kit.group_norm(x, *w.norm(first), groups=size.groups, activation="silu")
     return kit.conv(x, *w.window(3, 3, first, 4))
 
 
@@ -284,15 +286,13 @@ def _noise(size: _Diffusion, rng: np.random.Generator) -> Batch:
 def biased(*, small: bool = False) -> list[Model]:
     """Return the models with a learned bias; small ones try a script on a CPU."""
     if small:
-        t5 = _Translation(
-            layers=2, width=32, heads=2, vocabulary=64, context=16, batch=2
-        )
+        t5 = Language(layers=2, width=32, heads=2, vocabulary=64, context=16, batch=2)
         swin = _Windows(
             side=32, batch=2, window=4, widths=(8, 16), depths=(2, 1), heads=(1, 2),
             classes=8,
         )  # fmt: skip
     else:
-        t5 = _Translation(
+        t5 = Language(
             layers=6, width=768, heads=12, vocabulary=32128, context=512, batch=16
         )
         swin = _Windows(

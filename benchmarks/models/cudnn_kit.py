@@ -28,18 +28,15 @@ class CudnnKit(PlainKit):
 
     name = "jax_cudnn"
 
-    def dense(
-        self,
-        x: Any,
-        w: Any,
-        b: Any = None,
-        activation: Any = None,
-        residual: Any = None,
-    ) -> jax.Array:
-        return jax_cudnn.matmul(x, w, bias=b, activation=activation, residual=residual)
+    gated: Any = staticmethod(jax_cudnn.gated_matmul)
+    attention: Any = staticmethod(jax_cudnn.sdpa)
+    layer_norm: Any = staticmethod(jax_cudnn.layer_norm)
+    group_norm: Any = staticmethod(jax_cudnn.group_norm)
+    rms_norm: Any = staticmethod(jax_cudnn.rms_norm)
+    batch_norm: Any = staticmethod(jax_cudnn.batch_norm)
 
-    def gated(self, x: Any, gate: Any, up: Any, activation: Any = "silu") -> jax.Array:
-        return jax_cudnn.gated_matmul(x, gate, up, activation=activation)
+    def dense(self, x: Any, w: Any, b: Any = None, **more: Any) -> jax.Array:
+        return jax_cudnn.matmul(x, w, bias=b, **more)
 
     def branch(self, x: Any, w: Any, b: Any, scale: Any, residual: Any) -> jax.Array:
         return jax_cudnn.matmul(
@@ -54,29 +51,11 @@ class CudnnKit(PlainKit):
     ) -> jax.Array:
         return _gated_mlp(x, gate, up, down, residual)
 
-    def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
-        return jax_cudnn.sdpa(q, k, v, is_causal=is_causal)
-
     def self_attention(self, qkv: Any, heads: int, *, is_causal: bool) -> Any:
         b, s, d = qkv.shape
         parts = qkv.reshape(b, s, 3, heads, d // 3 // heads)
         output = jax_cudnn.qkv_sdpa(parts, is_causal=is_causal)
         return output.reshape(b, s, d // 3)
-
-    def biased_attention(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        bias: Any,
-        *,
-        mask: Any = None,
-        is_causal: bool = False,
-    ) -> jax.Array:
-        return jax_cudnn.sdpa(q, k, v, bias, mask, is_causal=is_causal)
-
-    def padded_attention(self, q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return jax_cudnn.sdpa(q, k, v, key_value_seq_lengths=lengths)
 
     def capped_attention(self, q: Any, k: Any, v: Any, cap: float, window: int) -> Any:
         return jax_cudnn.sdpa(
@@ -94,24 +73,8 @@ class CudnnKit(PlainKit):
     def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
         return jax_cudnn.sdpa(q, k, v, key_value_seq_lengths=lengths)
 
-    def layer_norm(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
-        return jax_cudnn.layer_norm(x, scale, bias)
-
     def adaptive_norm(self, x: jax.Array, scale: jax.Array, shift: jax.Array) -> Any:
         return jax_cudnn.adaptive_layer_norm(x, 1 + scale, shift)
-
-    def group_norm(
-        self, x: Any, scale: Any, bias: Any, groups: int, activation: Any
-    ) -> Any:
-        return jax_cudnn.group_norm(
-            x, scale, bias, groups=groups, activation=activation
-        )
-
-    def rms_norm(self, x: jax.Array, scale: jax.Array) -> Any:
-        return jax_cudnn.rms_norm(x, scale)
-
-    def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> Any:
-        return jax_cudnn.batch_norm(x, scale, bias, activation=activation)
 
     def conv(
         self,
@@ -120,19 +83,11 @@ class CudnnKit(PlainKit):
         b: Any = None,
         step: int = 1,
         *,
-        groups: int = 1,
-        dilation: int = 1,
-        is_causal: bool = False,
         activation: Any = None,
+        **options: Any,
     ) -> jax.Array:
-        return jax_cudnn.conv(
-            x,
-            w,
-            feature_group_count=groups,
-            bias=b,
-            activation=activation,
-            **convolution(x, w, step, dilation, is_causal=is_causal),
-        )
+        given = convolution(x, w, step, **options)
+        return jax_cudnn.conv(x, w, bias=b, activation=activation, **given)
 
     def max_pool(self, x: jax.Array) -> Any:
         return jax_cudnn.max_pool(x, (3, 3), (2, 2), [(1, 1), (1, 1)])
@@ -147,16 +102,11 @@ class F8Kit(CudnnKit):
     name = "jax_cudnn, f8"
 
     def dense(
-        self,
-        x: Any,
-        w: Any,
-        b: Any = None,
-        activation: Any = None,
-        residual: Any = None,
+        self, x: Any, w: Any, b: Any = None, *, residual: Any = None, **more: Any
     ) -> jax.Array:
         if any(size % 16 for size in w.shape):
-            return super().dense(x, w, b, activation, residual)
-        y = f8.dense(x, w, bias=b, activation=activation)
+            return super().dense(x, w, b, residual=residual, **more)
+        y = f8.dense(x, w, bias=b, **more)
         return y if residual is None else y + residual
 
     mlp = Composed.mlp  # of its own dense layers

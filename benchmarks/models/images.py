@@ -28,8 +28,8 @@ def _dit(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
     x = kit.conv(batch["images"], *w.window(2, 2, 4, d), 2)
     b, side = x.shape[:2]
     x = x.reshape(b, side * side, d) + w.table(side * side, d)
-    time = kit.dense(batch["time"], *w.layer(256, d), "silu")
-    time = kit.dense(time, *w.layer(d, d), "silu")
+    time = kit.dense(batch["time"], *w.layer(256, d), activation="silu")
+    time = kit.dense(time, *w.layer(d, d), activation="silu")
     for _ in range(layers):
         told = kit.dense(time, *w.layer(d, 6 * d))
         shift, scale, gate, *rest = kit.split(told, 6)
@@ -39,7 +39,7 @@ def _dit(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
         x = kit.branch(y, *w.layer(d, d), gate, x)
         shift, scale, gate = rest
         y = kit.adaptive_norm(x, scale, shift)
-        y = kit.dense(y, *w.layer(d, 4 * d), "gelu")
+        y = kit.dense(y, *w.layer(d, 4 * d), activation="gelu")
         x = kit.branch(y, *w.layer(4 * d, d), gate, x)
     told = kit.dense(time, *w.layer(d, 2 * d))
     shift, scale = kit.split(told, 2)
@@ -73,14 +73,14 @@ def _normed(
     c = x.shape[-1]
     filters = w.filters(side, side, 1 if is_depthwise else c, to)
     y = kit.conv(x, filters, None, step, groups=c if is_depthwise else 1)
-    return kit.batch_norm(y, *w.norm(to), activation)
+    return kit.batch_norm(y, *w.norm(to), activation=activation)
 
 
 def _squeezed(kit: Any, w: Weights, x: Any, inner: int) -> Any:
     """Return images times what a small MLP makes of each one's mean."""
     c = x.shape[-1]
-    y = kit.dense(kit.mean(x, (1, 2)), *w.layer(c, inner), "silu")
-    y = kit.dense(y, *w.layer(inner, c), "sigmoid")
+    y = kit.dense(x.mean((1, 2)), *w.layer(c, inner), activation="silu")
+    y = kit.dense(y, *w.layer(inner, c), activation="sigmoid")
     return x * y[:, None, None]
 
 
@@ -98,7 +98,7 @@ def _efficientnet(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> 
             y = _squeezed(kit, w, y, max(1, c // 4))
             y = _normed(kit, w, y, to, activation=None)
             x = x + y if i else y
-    x = kit.mean(_normed(kit, w, x, last), (1, 2))
+    x = _normed(kit, w, x, last).mean((1, 2))
     return kit.dense(x, *w.layer(last, size.classes))
 
 
@@ -116,10 +116,10 @@ def _mixer(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
         return kit.mlp(y, *w.mlp(y.shape[-1], inner), residual=residual)
 
     for _ in range(layers):
-        y = kit.transposed(kit.layer_norm(x, *w.norm(d)))
-        x = x + kit.transposed(mlp(y, d // 2, None))
+        y = kit.layer_norm(x, *w.norm(d)).transpose(0, 2, 1)
+        x = x + mlp(y, d // 2, None).transpose(0, 2, 1)
         x = mlp(kit.layer_norm(x, *w.norm(d)), 4 * d, x)
-    x = kit.mean(kit.layer_norm(x, *w.norm(d)), (1,))
+    x = kit.layer_norm(x, *w.norm(d)).mean((1,))
     return kit.dense(x, *w.layer(d, size.classes))
 
 
@@ -132,8 +132,8 @@ def _small_cnn(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any
         for i in range(depth):
             filters = w.filters(3, 3, x.shape[-1], to)
             x = kit.conv(x, filters, w.zeros(to), 2 if stage and not i else 1)
-            x = kit.group_norm(x, *w.norm(to), 8, "relu")
-    x, c = kit.mean(x, (1, 2)), size.widths[-1]
+            x = kit.group_norm(x, *w.norm(to), groups=8, activation="relu")
+    x, c = x.mean((1, 2)), size.widths[-1]
     return kit.dense(x, *w.layer(c, size.classes))
 
 

@@ -24,9 +24,18 @@ _ACTIVATIONS: dict[Any, Any] = {
 
 
 def convolution(
-    x: jax.Array, w: jax.Array, step: int, dilation: int, *, is_causal: bool
+    x: jax.Array,
+    w: jax.Array,
+    step: int,
+    *,
+    groups: int = 1,
+    dilation: int = 1,
+    is_causal: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of a convolution of images that both packages take."""
+    """Return the arguments of a convolution of images that both packages take.
+
+    It is causal along the first axis of space.
+    """
     space = "DHW"[5 - x.ndim :]
     # Odd filters keep the size; even ones are as wide as their step.
     sides = [(k - 1) // 2 if k % 2 else 0 for k in w.shape[:-2]]
@@ -38,7 +47,16 @@ def convolution(
         "padding": padding,
         "rhs_dilation": [dilation] * len(space),
         "dimension_numbers": (f"N{space}C", f"{space}IO", f"N{space}C"),
+        "feature_group_count": groups,
     }
+
+
+def _normed(x: jax.Array, axes: Any = -1) -> jax.Array:
+    """Return x without its mean and with a variance of 1 along some axes, in f32."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axes, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axes, keepdims=True)
+    return (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
 
 
 class PlainKit(Composed):
@@ -83,10 +101,6 @@ class PlainKit(Composed):
         """Join arrays along the last axis."""
         return jnp.concatenate(parts, -1)
 
-    def mean(self, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-        """Return means."""
-        return jnp.mean(x, axes)
-
     def relu(self, x: jax.Array) -> jax.Array:
         """Return max(x, 0)."""
         return jax.nn.relu(x)
@@ -102,6 +116,7 @@ class PlainKit(Composed):
         x: Any,
         w: Any,
         b: Any = None,
+        *,
         activation: Any = None,
         residual: Any = None,
     ) -> jax.Array:
@@ -119,36 +134,13 @@ class PlainKit(Composed):
         """Return scale (x w + b) + residual, a scale for each example and feature."""
         return scale[:, None] * (x @ w + b) + residual
 
-    def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
-        """Return attention."""
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=is_causal, implementation=self._fastest(q, k)
-        )
-
-    def biased_attention(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        bias: Any,
-        *,
-        mask: Any = None,
-        is_causal: bool = False,
+    def attention(
+        self, q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
     ) -> jax.Array:
-        """Return attention with a bias, a mask or neither."""
+        """Return attention; options may be causality and the lengths of the keys."""
         return jax.nn.dot_product_attention(
-            q, k, v, bias, mask,
-            is_causal=is_causal,
-            implementation=self._fastest(q, k),
-        )  # fmt: skip
-
-    def padded_attention(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
-        """Return attention to as many keys as each sequence has."""
-        return jax.nn.dot_product_attention(
-            q, k, v,
-            key_value_seq_lengths=lengths,
-            implementation=self._fastest(q, k),
-        )  # fmt: skip
+            q, k, v, bias, mask, **options, implementation=self._fastest(q, k)
+        )
 
     def capped_attention(
         self, q: Any, k: Any, v: Any, cap: float, window: int
@@ -199,31 +191,6 @@ class PlainKit(Composed):
         is_taken = q.shape[1] % 2 == k.shape[1] % 2 == 0
         return "cudnn" if jax.default_backend() == "gpu" and is_taken else "xla"
 
-    def bias(self, x: jax.Array) -> jax.Array:
-        """Return a bias (1, h, s, t), of one whose heads are the last axis."""
-        return jnp.transpose(x, (2, 0, 1))[None]
-
-    def rolled(self, x: jax.Array, places: int) -> jax.Array:
-        """Return images, moved around along both axes of space."""
-        return jnp.roll(x, (places, places), (1, 2))
-
-    def rows(self, x: jax.Array, places: jax.Array) -> jax.Array:
-        """Return the rows of each example at some places."""
-        return jnp.take_along_axis(x, places[..., None], 1)
-
-    def transposed(self, x: jax.Array) -> jax.Array:
-        """Return matrices with their axes swapped."""
-        return jnp.swapaxes(x, -1, -2)
-
-    def gates(self, x: jax.Array) -> jax.Array:
-        """Return tanh(x) * sigmoid(y) of the two halves of the channels."""
-        x, y = self.split(x, 2)
-        return jnp.tanh(x) * jax.nn.sigmoid(y)
-
-    def capped(self, x: jax.Array, cap: float) -> jax.Array:
-        """Return cap tanh(x / cap)."""
-        return cap * jnp.tanh(x / cap)
-
     def written(self, cache: jax.Array, x: jax.Array) -> jax.Array:
         """Return a cache with its last token replaced."""
         return jax.lax.dynamic_update_slice_in_dim(cache, x, cache.shape[1] - 1, 1)
@@ -240,28 +207,19 @@ class PlainKit(Composed):
 
     def layer_norm(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         """Return the layer norm over the last axis."""
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide, -1, keepdims=True)
-        variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
-        y = (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
-        return (y * scale + bias).astype(x.dtype)
+        return (_normed(x) * scale + bias).astype(x.dtype)
 
     def adaptive_norm(self, x: jax.Array, scale: jax.Array, shift: jax.Array) -> Any:
         """Return the layer norm, times 1 + scale, plus shift, of each example."""
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide, -1, keepdims=True)
-        variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
-        y = (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
-        return (y * (1 + scale[:, None]) + shift[:, None]).astype(x.dtype)
+        y = _normed(x) * (1 + scale[:, None]) + shift[:, None]
+        return y.astype(x.dtype)
 
     def group_norm(
-        self, x: Any, scale: Any, bias: Any, groups: int, activation: Any
+        self, x: Any, scale: Any, bias: Any, *, groups: int, activation: Any = None
     ) -> jax.Array:
         """Return activation(group norm of images)."""
         wide = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
-        mean = jnp.mean(wide, (1, 2, 4), keepdims=True)
-        variance = jnp.mean(jnp.square(wide - mean), (1, 2, 4), keepdims=True)
-        y = ((wide - mean) * jax.lax.rsqrt(variance + 1e-6)).reshape(x.shape)
+        y = _normed(wide, (1, 2, 4)).reshape(x.shape)
         return _ACTIVATIONS[activation](y * scale + bias).astype(x.dtype)
 
     def rms_norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -270,7 +228,9 @@ class PlainKit(Composed):
         square = jnp.mean(jnp.square(wide), -1, keepdims=True)
         return (wide * jax.lax.rsqrt(square + 1e-6) * scale).astype(x.dtype)
 
-    def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> jax.Array:
+    def batch_norm(
+        self, x: Any, scale: Any, bias: Any, *, activation: Any = None
+    ) -> jax.Array:
         """Return the batch norm with the statistics of the batch."""
         wide, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
         mean = jnp.mean(wide, axes)
@@ -285,18 +245,11 @@ class PlainKit(Composed):
         b: Any = None,
         step: int = 1,
         *,
-        groups: int = 1,
-        dilation: int = 1,
-        is_causal: bool = False,
         activation: Any = None,
+        **options: Any,
     ) -> jax.Array:
-        """Return activation(conv(x, w) + b), causal along the first axis of space."""
-        y = jax.lax.conv_general_dilated(
-            x,
-            w,
-            feature_group_count=groups,
-            **convolution(x, w, step, dilation, is_causal=is_causal),
-        )
+        """Return activation(conv(x, w) + b); options are those of `convolution`."""
+        y = jax.lax.conv_general_dilated(x, w, **convolution(x, w, step, **options))
         return _ACTIVATIONS[activation](y if b is None else y + b)
 
     def max_pool(self, x: jax.Array) -> jax.Array:

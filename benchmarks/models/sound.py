@@ -7,6 +7,8 @@ They are written over the kits of JAX alone, like those of biased.py.
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models.zoo import Batch, Model, Weights, model
@@ -97,11 +99,12 @@ def _wavenet(kit: Any, w: Weights, batch: dict[str, Any], size: _Wave) -> Any:
     total: Any = None
     for dilation in size.dilations * size.stacks:
         y = kit.conv(x, *w.window(2, c, 2 * c), dilation=dilation, is_causal=True)
-        y = kit.gates(y)
+        y, gate = kit.split(y, 2)
+        y = jnp.tanh(y) * jax.nn.sigmoid(gate)
         total = kit.dense(y, *w.layer(c, skipped), residual=total)
         x = kit.dense(y, *w.layer(c, c), residual=x)
     y = kit.relu(total)
-    y = kit.dense(y, *w.layer(skipped, skipped), "relu")
+    y = kit.dense(y, *w.layer(skipped, skipped), activation="relu")
     return kit.dense(y, *w.layer(skipped, size.levels))
 
 

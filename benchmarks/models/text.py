@@ -4,35 +4,25 @@
 They are written over the kits of JAX alone, like those of biased.py.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.models.zoo import Batch, Model, Weights, angles, model, rotated
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Text:
-    layers: int
-    width: int
-    heads: int
-    head: int
-    key_heads: int
-    inner: int
-    vocabulary: int
-    context: int
-    batch: int
-
-    @property
-    def told(self) -> str:
-        return f"{self.batch} x {self.context}"
-
+from benchmarks.models.zoo import (
+    Batch,
+    Language,
+    Model,
+    Weights,
+    angles,
+    model,
+    rotated,
+)
 
 # --- BERT -----------------------------------------------------------------------------
 
 
-def _bert(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
+def _bert(kit: Any, w: Weights, batch: dict[str, Any], size: Language) -> Any:
     d, h = size.width, size.heads
     words = w.table(size.vocabulary, d)
     x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
@@ -42,17 +32,17 @@ def _bert(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
         q, k, v = (
             kit.dense(x, *w.layer(d, d)).reshape(b, s, h, d // h) for _ in range(3)
         )
-        y = kit.padded_attention(q, k, v, batch["lengths"]).reshape(b, s, d)
-        x = kit.dense(y, *w.layer(d, d), residual=x)
+        y = kit.attention(q, k, v, key_value_seq_lengths=batch["lengths"])
+        x = kit.dense(y.reshape(b, s, d), *w.layer(d, d), residual=x)
         x = kit.layer_norm(x, *w.norm(d))
         x = kit.mlp(x, *w.mlp(d, size.inner), residual=x)
         x = kit.layer_norm(x, *w.norm(d))
-    x = kit.rows(x, batch["places"])
-    x = kit.dense(x, *w.layer(d, d), "gelu")
+    x = jnp.take_along_axis(x, batch["places"][..., None], 1)
+    x = kit.dense(x, *w.layer(d, d), activation="gelu")
     return kit.logits(kit.layer_norm(x, *w.norm(d)), words)
 
 
-def _masked_text(size: _Text, rng: np.random.Generator) -> Batch:
+def _masked_text(size: Language, rng: np.random.Generator) -> Batch:
     """Return sequences of many lengths, of which 15 % of the words are to be found."""
     lengths = rng.integers(size.context // 4, size.context + 1, size.batch)
     hidden = max(1, 15 * size.context // 100)
@@ -69,7 +59,7 @@ def _masked_text(size: _Text, rng: np.random.Generator) -> Batch:
 # --- Gemma 2 and Mixtral --------------------------------------------------------------
 
 
-def _projected(kit: Any, w: Weights, x: Any, size: _Text) -> tuple[Any, Any, Any]:
+def _projected(kit: Any, w: Weights, x: Any, size: Language) -> tuple[Any, Any, Any]:
     """Return rotated queries and keys, and values."""
     (b, s, d), n = x.shape, size.head
     q = kit.dense(x, w.product(d, size.heads * n)).reshape(b, s, size.heads, n)
@@ -82,7 +72,7 @@ def _projected(kit: Any, w: Weights, x: Any, size: _Text) -> tuple[Any, Any, Any
     return rotated(kit, q, cosine, sine), rotated(kit, k, cosine, sine), v
 
 
-def _gemma(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
+def _gemma(kit: Any, w: Weights, batch: dict[str, Any], size: Language) -> Any:
     """Return logits of blocks that see a window of keys, and all keys, by turns."""
     d, inner = size.width, size.inner
     words = w.table(size.vocabulary, d)
@@ -94,12 +84,13 @@ def _gemma(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
         y = kit.dense(y.reshape(b, s, -1), w.product(size.heads * size.head, d))
         x = x + kit.rms_norm(y, w.ones(d))
         y = kit.rms_norm(x, w.ones(d))
-        y = kit.gated(y, w.product(d, inner), w.product(d, inner), "gelu")
+        y = kit.gated(y, w.product(d, inner), w.product(d, inner), activation="gelu")
         x = x + kit.rms_norm(kit.dense(y, w.product(inner, d)), w.ones(d))
-    return kit.capped(kit.logits(kit.rms_norm(x, w.ones(d)), words), 30.0)
+    logits = kit.logits(kit.rms_norm(x, w.ones(d)), words)
+    return 30.0 * jnp.tanh(logits / 30.0)
 
 
-def _mixtral(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
+def _mixtral(kit: Any, w: Weights, batch: dict[str, Any], size: Language) -> Any:
     """Return logits of blocks in which 2 of 8 experts take each token."""
     d, inner, experts = size.width, size.inner, 8
     words = w.table(size.vocabulary, d)
@@ -116,7 +107,7 @@ def _mixtral(kit: Any, w: Weights, batch: dict[str, Any], size: _Text) -> Any:
     return kit.logits(kit.rms_norm(x, w.ones(d)), words)
 
 
-def _next_words(size: _Text, rng: np.random.Generator) -> Batch:
+def _next_words(size: Language, rng: np.random.Generator) -> Batch:
     shape = (size.batch, size.context + 1)
     words = rng.integers(0, size.vocabulary, shape, np.int32)
     return {"tokens": words[:, :-1], "labels": words[:, 1:]}
@@ -128,20 +119,20 @@ def _next_words(size: _Text, rng: np.random.Generator) -> Batch:
 def texts(*, small: bool = False) -> list[Model]:
     """Return the models; small ones try a script on a CPU."""
     if small:
-        bert = gemma = mixtral = _Text(
+        bert = gemma = mixtral = Language(
             layers=2, width=32, heads=4, head=8, key_heads=2, inner=48, vocabulary=64,
             context=16, batch=2,
         )  # fmt: skip
     else:
-        bert = _Text(
+        bert = Language(
             layers=12, width=768, heads=12, head=64, key_heads=12, inner=3072,
             vocabulary=30528, context=512, batch=32,
         )  # fmt: skip
-        gemma = _Text(
+        gemma = Language(
             layers=4, width=2304, heads=8, head=256, key_heads=4, inner=9216,
             vocabulary=32000, context=8192, batch=1,
         )  # fmt: skip
-        mixtral = _Text(
+        mixtral = Language(
             layers=2, width=2048, heads=16, head=128, key_heads=4, inner=5632,
             vocabulary=32000, context=2048, batch=8,
         )  # fmt: skip

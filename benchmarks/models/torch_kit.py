@@ -73,9 +73,6 @@ class TorchKit(Composed):
     def concatenate(self, parts: Sequence[Any]) -> Any:
         return torch.cat(list(parts), -1)
 
-    def mean(self, x: Any, axes: tuple[int, ...]) -> Any:
-        return x.mean(axes)
-
     def relu(self, x: Any) -> Any:
         return F.relu(x)
 

@@ -112,7 +112,9 @@ class Composed:
 
     def mlp(self: Any, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> Any:
         """Return gelu(x w + b) v + c, and the residual added where there is one."""
-        return self.dense(self.dense(x, w, b, "gelu"), v, c, residual=residual)
+        return self.dense(
+            self.dense(x, w, b, activation="gelu"), v, c, residual=residual
+        )
 
     def gated_mlp(
         self: Any, x: Any, gate: Any, up: Any, down: Any, residual: Any
@@ -186,10 +188,13 @@ def square(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Language:
+class Language:
+    """The sizes of a model of language, as far as it has them."""
+
     layers: int
     width: int
     heads: int
+    head: int = 0
     key_heads: int = 0
     inner: int = 0
     vocabulary: int
@@ -198,10 +203,11 @@ class _Language:
 
     @property
     def told(self) -> str:
+        """The batch, on the page."""
         return f"{self.batch} x {self.context}"
 
 
-def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
+def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: Language) -> Any:
     d, h = size.width, size.heads
     words = w.table(size.vocabulary, d)
     x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
@@ -227,7 +233,7 @@ def rotated(kit: Any, x: Any, cosine: Any, sine: Any) -> Any:
     return kit.concatenate([one * cosine - two * sine, two * cosine + one * sine])
 
 
-def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
+def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: Language) -> Any:
     d, h, k_heads = size.width, size.heads, size.key_heads
     n = d // h
     words = w.table(size.vocabulary, d)
@@ -261,14 +267,14 @@ def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     return (logits, carried) if is_step else logits
 
 
-def _text(size: _Language, rng: np.random.Generator) -> Batch:
+def _text(size: Language, rng: np.random.Generator) -> Batch:
     # Squares of uniform numbers: some words are frequent, so there is to learn.
     drawn = rng.random((size.batch, size.context + 1)) ** 2
     words = (drawn * size.vocabulary).astype(np.int32)
     return {"tokens": words[:, :-1], "labels": words[:, 1:]}
 
 
-def _cache(size: _Language, rng: np.random.Generator) -> Batch:
+def _cache(size: Language, rng: np.random.Generator) -> Batch:
     n = size.width // size.heads
     shape = (size.batch, size.context, size.key_heads, n)
     caches = {name: rng.standard_normal(shape, np.float32) for name in _names(size)}
@@ -279,7 +285,7 @@ def _cache(size: _Language, rng: np.random.Generator) -> Batch:
     }
 
 
-def _names(size: _Language) -> tuple[str, ...]:
+def _names(size: Language) -> tuple[str, ...]:
     """Return the names of the caches."""
     layers = range(size.layers)
     return tuple(f"{what}{i}" for i in layers for what in ("keys", "values"))
@@ -319,7 +325,7 @@ def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
         x = kit.dense(y, *w.layer(d, d), residual=x)
         y = kit.layer_norm(x, *w.norm(d))
         x = kit.mlp(y, *w.mlp(d), residual=x)
-    x = kit.layer_norm(kit.mean(x, (1,)), *w.norm(d))
+    x = kit.layer_norm(x.mean((1,)), *w.norm(d))
     return kit.dense(x, *w.layer(d, size.classes))
 
 
@@ -341,7 +347,7 @@ def _convnext(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
             y = kit.mlp(y, *w.mlp(c), residual=None)
             x = x + y * w.ones(c, times=0.1)
         before = c
-    x = kit.layer_norm(kit.mean(x, (1, 2)), *w.norm(before))
+    x = kit.layer_norm(x.mean((1, 2)), *w.norm(before))
     return kit.dense(x, *w.layer(before, size.classes))
 
 
@@ -351,7 +357,7 @@ def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
     ) -> Any:
         filters = w.filters(side, side, kit.channels(x), to)
         y = kit.conv(x, filters, None, step)
-        return kit.batch_norm(y, *w.norm(to), activation)
+        return kit.batch_norm(y, *w.norm(to), activation=activation)
 
     x = unit(kit.images(batch["images"]), 7, 64, 2)
     x = kit.max_pool(x)
@@ -363,7 +369,7 @@ def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: Images) -> Any:
             if i == 0:
                 x = unit(x, 1, 4 * c, step, activation=None)
             x = kit.relu(x + y)
-    x, c = kit.mean(kit.pixels(x), (1, 2)), 4 * size.widths[-1]
+    x, c = kit.pixels(x).mean((1, 2)), 4 * size.widths[-1]
     return kit.dense(x, *w.layer(c, size.classes))
 
 
@@ -421,8 +427,8 @@ def _volumes(size: _Volumes, rng: np.random.Generator) -> Batch:
 def models(*, small: bool = False) -> list[Model]:
     """Return the models; small ones try the script on a CPU."""
     if small:
-        gpt = _Language(layers=1, width=32, heads=2, vocabulary=64, context=16, batch=2)
-        llama = _Language(
+        gpt = Language(layers=1, width=32, heads=2, vocabulary=64, context=16, batch=2)
+        llama = Language(
             layers=1, width=32, heads=4, key_heads=2, inner=48, vocabulary=64,
             context=16, batch=2,
         )  # fmt: skip
@@ -432,14 +438,14 @@ def models(*, small: bool = False) -> list[Model]:
         resnet = Images(side=32, batch=4, widths=(8, 16), depths=(1, 2), classes=8)
         volumes = _Volumes(batch=2, side=8, widths=(8, 16))
     else:
-        gpt = _Language(
+        gpt = Language(
             layers=12, width=768, heads=12, vocabulary=50304, context=1024, batch=32
         )
-        llama = _Language(
+        llama = Language(
             layers=8, width=2048, heads=16, key_heads=4, inner=5632,
             vocabulary=32000, context=2048, batch=4,
         )  # fmt: skip
-        step = _Language(
+        step = Language(
             layers=8, width=2048, heads=16, key_heads=4, inner=5632,
             vocabulary=32000, context=4096, batch=32,
         )  # fmt: skip

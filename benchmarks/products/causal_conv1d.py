@@ -5,25 +5,24 @@
 
 times, on one GPU, cuDNN's function and XLA's code for `jax_cudnn.causal_conv1d`, the
 same as a depthwise `jax_cudnn.conv` and in plain JAX: as a convolution of JAX's, and as
-a sum of shifted products. Each is compared with the least that the arrays of x's size
-take to be read and written, two of them forward and five with gradients, at 3.0 TB/s.
-It writes causal_conv1d.json and causal_conv1d.md there.
+a sum of shifted products. It writes causal_conv1d.json and causal_conv1d.md there. See
+contest.py for how contenders are checked and timed. `--only REGEX` chooses cells by
+size; those that the file in the folder has beside them are kept. `--small` tries the
+script on a CPU.
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.harness.contest import BOTH, FORWARD, program
-from benchmarks.harness.page import Data, Page, Row, table
-from benchmarks.harness.program import run_benchmark
-from benchmarks.harness.timing import Contender, compare
+from benchmarks.harness import contest_report
+from benchmarks.harness.contest import BOTH, FORWARD, Cell, Way
+from benchmarks.harness.operands import Operand
 
 _BYTES_PER_US = 3.0e6
 # Arrays of x's size: x and y; and again x, with the cotangent and x's gradient.
@@ -31,7 +30,7 @@ _ARRAYS = {FORWARD: 2, BOTH: 5}
 
 
 @dataclass(frozen=True)
-class _Case:
+class _Workload:
     """A convolution of a batch of steps and channels."""
 
     batch: int
@@ -40,6 +39,12 @@ class _Case:
     taps: int = 4
     dtype: str = "bfloat16"
     layout: str = "NWC"
+
+    @property
+    def size(self) -> str:
+        """The sizes, in words."""
+        shape = f"{self.batch} x {self.steps} x {self.channels}"
+        return f"{shape}, {self.taps} taps, {self.layout}, {self.dtype}"
 
     @property
     def is_last(self) -> bool:
@@ -51,142 +56,108 @@ class _Case:
         size = self.batch * self.steps * self.channels * jnp.dtype(self.dtype).itemsize
         return _ARRAYS[what] * size / _BYTES_PER_US
 
-    def operands(self) -> list[jax.Array]:
-        """Return x, w, bias and a cotangent."""
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The operands x, w and bias."""
         shape, weights = (self.steps, self.channels), (self.taps, self.channels)
         if not self.is_last:
             shape, weights = shape[::-1], weights[::-1]
-        x = (self.batch, *shape)
-        keys = jax.random.split(jax.random.key(0), 4)
-        pairs = zip(keys, (x, weights, (self.channels,), x), strict=True)
-        return [jax.random.normal(key, each, self.dtype) for key, each in pairs]
+        shapes = (self.batch, *shape), weights, (self.channels,)
+        return tuple(Operand(each, dtype=self.dtype) for each in shapes)
 
     def along(self, channels: jax.Array) -> jax.Array:
         """Return a number for each channel as it is added to y."""
         return channels if self.is_last else channels[:, None]
 
 
-def cases(*, small: bool) -> list[_Case]:
-    """Return the convolutions."""
-    if small:
-        return [_Case(2, 64, 32), _Case(2, 64, 32, layout="NCW")]
-    return [
-        _Case(8, 8192, 2048),
-        _Case(1, 65536, 4096),
-        _Case(8, 8192, 2048, layout="NCW"),
-        _Case(8, 8192, 2048, dtype="float32"),
-        _Case(8, 8192, 2048, taps=16),
-        _Case(8, 2048, 1536),
-        _Case(1, 2048, 2048),
-    ]
+_WORKLOADS = (
+    _Workload(8, 8192, 2048),
+    _Workload(1, 65536, 4096),
+    _Workload(8, 8192, 2048, layout="NCW"),
+    _Workload(8, 8192, 2048, dtype="float32"),
+    _Workload(8, 8192, 2048, taps=16),
+    _Workload(8, 2048, 1536),
+    _Workload(1, 2048, 2048),
+)
+_SMALL = (_Workload(2, 64, 32), _Workload(2, 64, 32, layout="NCW"))
 
 
-# --- contenders -----------------------------------------------------------------------
+def cells(*, small: bool) -> list[Cell]:
+    """Return the convolutions; small ones are for a CPU."""
+    return [_cell(work) for work in (_SMALL if small else _WORKLOADS)]
 
 
-def _contenders(case: _Case) -> dict[str, Callable[..., jax.Array]]:
-    layout: Any = case.layout
-    ours = functools.partial(jax_cudnn.causal_conv1d, dimension_numbers=layout)
-    filters = "WIO" if case.is_last else "OIW"
+def _cell(work: _Workload) -> Cell:
+    layout: Any = work.layout
+    filters = "WIO" if work.is_last else "OIW"
     options: dict[str, Any] = {
         "window_strides": (1,),
-        "padding": [(case.taps - 1, 0)],
+        "padding": [(work.taps - 1, 0)],
         "dimension_numbers": (layout, filters, layout),
-        "feature_group_count": case.channels,
+        "feature_group_count": work.channels,
     }
 
+    def ours(implementation: Any, x: Any, w: Any, bias: Any) -> jax.Array:
+        return jax_cudnn.causal_conv1d(
+            x, w, bias=bias, dimension_numbers=layout, implementation=implementation
+        )
+
     def depthwise(x: Any, w: Any, bias: Any) -> jax.Array:
-        added = case.along(bias)
+        added = work.along(bias)
         return jax_cudnn.conv(x, w[:, None], **options, bias=added, activation="silu")
 
     def by_lax(x: Any, w: Any, bias: Any) -> jax.Array:
         y = jax.lax.conv_general_dilated(x, w[:, None], **options)
-        return jax.nn.silu(y + case.along(bias))
+        return jax.nn.silu(y + work.along(bias))
 
-    return {
-        "cuDNN": lambda x, w, bias: ours(x, w, bias=bias, implementation="cudnn"),
-        "XLA": lambda x, w, bias: ours(x, w, bias=bias, implementation="xla"),
-        "conv": depthwise,
-        "jax.lax": by_lax,
-        "shifted": functools.partial(_shifted, case),
-    }
+    return Cell(
+        operation="causal convolution",
+        size=work.size,
+        operands=work.operands,
+        rivals={
+            "jax.lax": Way(function=by_lax),
+            "shifted": Way(function=functools.partial(_shifted, work)),
+            "jax_cudnn.conv": Way(function=depthwise),
+        },
+        ours=lambda: functools.partial(ours, "auto"),
+        by_xla=functools.partial(ours, "xla"),
+        first=functools.partial(ours, "cudnn"),
+        has_products=True,
+    )
 
 
-def _shifted(case: _Case, x: Any, w: Any, bias: Any) -> jax.Array:
-    axis = 1 if case.is_last else 2
+def _shifted(work: _Workload, x: Any, w: Any, bias: Any) -> jax.Array:
+    axis = 1 if work.is_last else 2
     pads = [(0, 0)] * 3
-    pads[axis] = (case.taps - 1, 0)
+    pads[axis] = (work.taps - 1, 0)
     front = jnp.pad(x, pads).astype(jnp.float32)
     taps = w.astype(jnp.float32)
-    taps = taps if case.is_last else taps.T
-    total = case.along(bias.astype(jnp.float32))
-    for tap in range(case.taps):
-        piece = jax.lax.slice_in_dim(front, tap, tap + case.steps, axis=axis)
-        total = total + piece * case.along(taps[tap])
+    taps = taps if work.is_last else taps.T
+    total = work.along(bias.astype(jnp.float32))
+    for tap in range(work.taps):
+        piece = jax.lax.slice_in_dim(front, tap, tap + work.steps, axis=axis)
+        total = total + piece * work.along(taps[tap])
     return jax.nn.silu(total).astype(x.dtype)
 
 
-# --- measuring ------------------------------------------------------------------------
+def _about() -> Iterator[str]:
+    yield "`cudnn` is cuDNN's function, and `jax_cudnn by xla` XLA's code for it, with"
+    yield "bias and silu. `jax_cudnn.conv` is the same as a depthwise convolution. In"
+    yield "plain JAX it is `jax.lax.conv_general_dilated`, or a sum of shifted"
+    yield "products. Sizes are batch x steps x channels. The least is the time of two"
+    yield "arrays of x's size forward, and of five with all gradients, at 3.0 TB/s:"
+    yield ""
+    for work in _WORKLOADS:
+        forward, both = (f"{work.least_us(what):.1f}" for what in _ARRAYS)
+        yield f"- {work.size}: {forward} and {both} µs"
 
 
-def measure(found: Sequence[_Case]) -> Iterator[Row]:
-    """Yield a row for each convolution, forward and with gradients."""
-    for case in found:
-        *operands, cotangent = case.operands()
-        functions = _contenders(case)
-        _check(functions, operands)
-        for what in _ARRAYS:
-            runs: dict[str, Contender] = {}
-            for name, function in functions.items():
-                run = jax.jit(program(function, what))
-                call = functools.partial(run, operands, [cotangent])
-                runs[name] = Contender(call=call, wait=jax.block_until_ready)
-            times = compare(runs, baseline="cuDNN")
-            us = {name: round(time.median_us, 1) for name, time in times.items()}
-            shares = {x: round(y / case.least_us(what), 2) for x, y in us.items()}
-            yield {**asdict(case), "what": what, "us": us, "of the least": shares}
-
-
-def _check(
-    functions: Mapping[str, Callable[..., jax.Array]], operands: Sequence[jax.Array]
-) -> None:
-    """Compare results, which round the sums once or twice, with those of the first."""
-    results = [jax.jit(each)(*operands) for each in functions.values()]
-    # f32 may be multiplied in TF32.
-    bound = 40 * max(float(jnp.finfo(operands[0].dtype).eps), 2.0**-11)
-    for name, each in zip(functions, results, strict=True):
-        error = jnp.abs(each.astype(jnp.float32) - results[0].astype(jnp.float32))
-        largest = float(jnp.max(error))
-        if not (math.isfinite(largest) and largest <= bound):
-            raise ValueError(f"{name} differs from cuDNN's function by {largest}")
-
-
-def _lines(data: Data) -> list[str]:
-    columns = ["batch, steps, channels | >taps | dtype | layout | "]
-    columns += [f">{name}, µs" for name in data["rows"][0]["us"]]
-    return [
-        "Times of `jax_cudnn.causal_conv1d` with bias and silu, by cuDNN's function",
-        "and by XLA, of the same as a depthwise `jax_cudnn.conv`, and in plain JAX: by",
-        "`jax.lax.conv_general_dilated` and as a sum of shifted products. In",
-        "parentheses is the time over the least: that of two arrays of x's size",
-        "forward, and of five with all gradients, at 3.0 TB/s.",
-        "",
-        *table(" | ".join(columns), map(_cells, data["rows"])),
-    ]
-
-
-def _cells(row: Row) -> list[Any]:
-    sizes = f"{row['batch']}, {row['steps']}, {row['channels']}"
-    times = (f"{us} ({row['of the least'][name]})" for name, us in row["us"].items())
-    return [sizes, row["taps"], row["dtype"], row["layout"], row["what"], *times]
-
-
-markdown = Page(
+markdown = contest_report.page_of(
     name="causal_conv1d",
     title="Causal convolutions",
     comment="Causal convolutions by cuDNN's function, by XLA and as convolutions.",
-    lines=_lines,
+    about=tuple(_about()),
 )
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, cases, measure, markdown)
+    contest_report.main(__doc__, markdown, cells)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a training step of Llama on one GPU or several, beside plain JAX.
 
-    python -m benchmarks.llama --size 7B --gpus 4 --out docs/internals/measured
+    python -m benchmarks.llama --size 7B --gpus 4 --out docs/benchmarks
 
 adds to llama.json and llama.md there. The model is that of examples/train_llama.py,
 under plain `jax.jit`: plain JAX has cuDNN's attention from `jax.nn`; jax_cudnn runs

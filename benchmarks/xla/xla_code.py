@@ -15,16 +15,15 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from jax.experimental import topologies
 
 import jax_cudnn.flax.linen
-from benchmarks.harness.contest import BOTH, FORWARD, XLA, Cell, program
+from benchmarks.harness.contest import BOTH, XLA, Cell, Function, Way, program
 from benchmarks.harness.operands import Operand
 from benchmarks.harness.page import Data, Page, Row, table
 from benchmarks.harness.program import run_benchmark
@@ -39,8 +38,6 @@ _GPU = "H200"
 _MOST = 1.05
 # XLA would time kernels to choose among them.
 _OPTIONS = {"xla_gpu_autotune_level": 0}
-
-Function = Callable[..., Any]
 
 
 # --- programs -------------------------------------------------------------------------
@@ -186,87 +183,63 @@ def described(gpu: offline.GpuDescription) -> str:
     )
 
 
-# --- workloads ------------------------------------------------------------------------
+# --- cells ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A function of jax_cudnn, and what a user of JAX may write in its place."""
-
-    name: str
-    ours: Function
-    plain: Sequence[Function]
-    operands: Sequence[jax.ShapeDtypeStruct]
-    has_gradients: bool = True
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def directions(self) -> tuple[str, ...]:
-        """What of it is compiled."""
-        return (FORWARD, BOTH) if self.has_gradients else (FORWARD,)
-
-
-def workloads() -> list[Workload]:
-    """Return the workloads of the page, in its order."""
+def cells() -> list[Cell]:
+    """Return the cells of the page, in its order."""
     return [*_attention(), *_of_norms(), *_of_operations(), *_products()]
 
 
-def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def _attention() -> Iterator[Workload]:
+def _attention() -> Iterator[Cell]:
     b, s, h, k, d = 4, 2048, 16, 4, 128
     causal = {"is_causal": True}
     window = {**causal, "local_window_size": (256, 0)}
-    cells: Sequence[tuple[str, int, int, Any, dict[str, Any]]] = (
-        ("attention", s, h, jnp.bfloat16, {}),
-        ("attention, causal", s, h, jnp.bfloat16, causal),
-        ("attention, causal, a window of 256", s, h, jnp.bfloat16, window),
-        ("attention, 4 heads of keys", s, k, jnp.bfloat16, causal),
-        ("attention, f32", s, h, jnp.float32, {}),
-        ("attention of one query, 4 heads of keys", 1, k, jnp.bfloat16, {}),
+    named: Sequence[tuple[str, int, int, str, dict[str, Any]]] = (
+        ("attention", s, h, "bfloat16", {}),
+        ("attention, causal", s, h, "bfloat16", causal),
+        ("attention, causal, a window of 256", s, h, "bfloat16", window),
+        ("attention, 4 heads of keys", s, k, "bfloat16", causal),
+        ("attention, f32", s, h, "float32", {}),
+        ("attention of one query, 4 heads of keys", 1, k, "bfloat16", {}),
     )
-    for name, queries, heads, dtype, options in cells:
-        yield _attends(
-            f"{name} ({b}, {queries}, {h}h, {d})",
-            options,
-            _array(b, queries, h, d, dtype=dtype),
-            *[_array(b, s, heads, d, dtype=dtype)] * 2,
-        )
-    yield _attends(
-        f"attention with a bias ({b}, {s}, {h}h, {d})",
-        {},
-        *[_array(b, s, h, d)] * 3,
-        _array(1, h, s, s),
-    )
+    for name, queries, heads, dtype, options in named:
+        query = Operand((b, queries, h, d), dtype=dtype)
+        keys = Operand((b, s, heads, d), dtype=dtype)
+        yield _attends(name, options, query, keys, keys)
+    query = Operand((b, s, h, d))
+    yield _attends("attention with a bias", {}, *[query] * 3, Operand((1, h, s, s)))
 
 
-def _attends(
-    name: str, options: Mapping[str, Any], *operands: jax.ShapeDtypeStruct
-) -> Workload:
+def _attends(name: str, options: Mapping[str, Any], *operands: Operand) -> Cell:
     def ours(*arrays: jax.Array) -> Any:
         return jax_cudnn.sdpa(*arrays, **options)
 
     def plain(*arrays: jax.Array) -> Any:
         return jax.nn.dot_product_attention(*arrays, implementation="xla", **options)
 
-    return Workload(name=name, ours=ours, plain=[plain], operands=operands)
+    b, s, h, d = operands[0].shape
+    return Cell(
+        operation=name,
+        size=f"({b}, {s}, {h}h, {d})",
+        operands=operands,
+        rivals={XLA: Way(function=plain)},
+        ours=lambda: ours,
+    )
 
 
-def _of_norms() -> Iterator[Workload]:
+def _of_norms() -> Iterator[Cell]:
     others = (
         norms.Workload(kind="instance_norm", shape=(16, 64, 64, 320)),
         norms.Workload(kind="adaptive_layer_norm", shape=(32, 1024, 1024)),
     )
     for work in (*norms.WORKLOADS, *others):
-        yield _of_cell(norms.cell(work))
+        cell = norms.cell(work)
+        yield replace(cell, rivals={XLA: cell.rivals[XLA]})  # without tokamax
     yield _layer((64, 56, 56, 256))
 
 
-def _layer(shape: tuple[int, ...]) -> Workload:
+def _layer(shape: tuple[int, ...]) -> Cell:
     """Return Flax's BatchNorm in training, with its new running values."""
 
     def by(layer: Any) -> Function:
@@ -281,54 +254,41 @@ def _layer(shape: tuple[int, ...]) -> Workload:
 
         return run
 
-    return Workload(
-        name=f"Flax's BatchNorm, running values {' x '.join(map(str, shape))}",
-        ours=by(jax_cudnn.flax.linen.BatchNorm),
-        plain=[by(linen.BatchNorm)],
-        operands=[_array(*shape), *[_array(shape[-1], dtype=jnp.float32)] * 4],
+    values = Operand(shape[-1:], dtype="float32")
+    return Cell(
+        operation="Flax's BatchNorm, running values",
+        size=" x ".join(map(str, shape)),
+        operands=(Operand(shape), *[values] * 4),
+        rivals={XLA: Way(function=by(linen.BatchNorm))},
+        ours=lambda: by(jax_cudnn.flax.linen.BatchNorm),
     )
 
 
-def _of_operations() -> Iterator[Workload]:
+def _of_operations() -> Iterator[Cell]:
     for cell in operation_cells.cells(small=False):
         # Without cuDNN, a function that `fuse` takes is what it was.
         if cell.ours is not None and "pool" in cell.operation:
-            yield _of_cell(cell)
+            yield cell
 
 
-def _of_cell(cell: Cell) -> Workload:
-    assert cell.ours is not None
-    arrays = [x for x in cell.operands if isinstance(x, Operand)]
-    return Workload(
-        name=cell.name,
-        ours=cell.ours(),
-        plain=[cell.rivals[XLA].function],
-        operands=[_array(*x.shape, dtype=x.dtype) for x in arrays],
-        has_gradients=cell.has_gradients,
-    )
-
-
-def _products() -> Iterator[Workload]:
+def _products() -> Iterator[Cell]:
     for cell in dict.fromkeys(fusion_cells.CELLS):
-        yield Workload(
-            name=cell.name,
-            ours=cell.ours,
-            plain=list(cell.xla_forms.values()),
-            operands=[_array(*x.shape, dtype=x.dtype) for x in cell.operands],
-            has_gradients=cell.has_gradients,
-        )
+        yield replace(cell.contest(), operation="", size=cell.name)
 
 
 # --- the page -------------------------------------------------------------------------
 
 
-def measure(compiler: Compiler, work: Workload) -> Iterator[dict[str, Any]]:
-    """Yield what the programs of a workload move, forward and with gradients."""
-    for what in work.directions:
-        ours = _moved(compiler, work.ours, work, what)
-        plain = min(_moved(compiler, each, work, what) for each in work.plain)
+def measure(compiler: Compiler, cell: Cell) -> Iterator[dict[str, Any]]:
+    """Yield what the programs of a cell move, forward and with gradients."""
+    assert cell.ours is not None
+    for what in cell.directions:
+        ours = _moved(compiler, cell.ours(), cell, what)
+        plain = min(
+            _moved(compiler, each.function, cell, what) for each in cell.rivals.values()
+        )
         yield {
-            "workload": work.name,
+            "workload": cell.name,
             "what": what,
             "bytes": ours[0],
             "kernels": ours[1],
@@ -339,14 +299,15 @@ def measure(compiler: Compiler, work: Workload) -> Iterator[dict[str, Any]]:
 
 
 def _moved(
-    compiler: Compiler, function: Function, work: Workload, what: str
+    compiler: Compiler, function: Function, cell: Cell, what: str
 ) -> tuple[int, int]:
     """Return the bytes and the number of kernels of a function."""
-    cotangents = jax.tree.leaves(jax.eval_shape(function, *work.operands))
-    run, count = program(function, what), len(work.operands)
+    operands = cell.types
+    cotangents = jax.tree.leaves(jax.eval_shape(function, *operands))
+    run, count = program(function, what), len(operands)
     found = compiler.kernels(
         lambda *arrays: run(arrays[:count], arrays[count:]),
-        [*work.operands, *(cotangents if what == BOTH else ())],
+        [*operands, *(cotangents if what == BOTH else ())],
     )
     return sum(each.read + each.written for each in found), len(found)
 
@@ -408,4 +369,4 @@ markdown = Page(
 )
 
 if __name__ == "__main__":
-    measured(__doc__, lambda *, small: workloads(), measure, markdown)
+    measured(__doc__, lambda *, small: cells(), measure, markdown)

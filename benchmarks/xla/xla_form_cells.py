@@ -4,8 +4,9 @@
 All numbers are bf16 unless said otherwise. Images have their channels last.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks.harness.contest import XLA
+from benchmarks.harness.contest import BOTH, BY_XLA, FORWARD, LOSS, XLA, Cell, Way
+from benchmarks.harness.contest import Function as Form
 from benchmarks.harness.operands import Operand
 from benchmarks.layers import norms, operation_cells
+from jax_cudnn.policy import nearest
 
-Function = Callable[..., Any]
 _Shape = tuple[int, ...]
 
 _NARROW, _WIDE = "bfloat16", "float32"
@@ -25,28 +27,32 @@ _EPSILON = 1e-5
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """An operation of a size; ``plain`` has what a user may write, by its name.
-
-    ``has_loss`` says whether the gradients of a loss are timed too, of which XLA sees
-    how it depends on the result.
-    """
-
-    operation: str
-    size: str
-    ours: Function
-    plain: Mapping[str, Function]
-    operands: tuple[Operand | np.ndarray, ...]
-    has_loss: bool = False
-
-    def __str__(self) -> str:
-        """Return the workload in one line."""
-        return f"{self.operation} {self.size}"
+# What any of them may take at most, as a ratio to the fastest plain form.
+_GOALS = {what: {BY_XLA: nearest.LOSS} for what in (FORWARD, BOTH, LOSS)}
 
 
-def workloads(*, small: bool) -> list[Workload]:
-    """Return the workloads, or small ones, of which each operation has one a dtype."""
+def _cell(
+    *,
+    operation: str,
+    size: str,
+    ours: Form,
+    plain: Mapping[str, Form],
+    operands: Sequence[Operand | np.ndarray],
+) -> Cell:
+    """Return an operation of a size; ``plain`` has what a user may write, by name."""
+    return Cell(
+        operation=operation,
+        size=size,
+        operands=tuple(operands),
+        rivals={name: Way(function=form) for name, form in plain.items()},
+        ours=None,
+        by_xla=functools.partial(ours, implementation="xla"),
+        goals=_GOALS,
+    )
+
+
+def cells(*, small: bool) -> list[Cell]:
+    """Return the cells, or small ones, of which each operation has one a dtype."""
     made = [*_norms(small), *_products(small), *_attention(small), *_pools(small)]
     return [*made, *_depthwise(small), *_dilated(small), *_grouped(small)]
 
@@ -71,7 +77,7 @@ def _text(shape: _Shape) -> str:
 # --- norms ----------------------------------------------------------------------------
 
 
-def _norms(small: bool) -> Iterator[Workload]:
+def _norms(small: bool) -> Iterator[Cell]:
     tall = (16384, 4096)
     rows = (8192, 4096), tall, (32768, 768), (2048, 1024)
     images = (32, 28, 28, 256), (64, 56, 56, 256), (128, 28, 28, 512), (32, 14, 14, 256)
@@ -90,20 +96,20 @@ def _norms(small: bool) -> Iterator[Workload]:
         yield _norm(kind, shape, _NARROW, has_residual=True)
 
 
-def _norm(kind: str, shape: _Shape, dtype: str, **options: Any) -> Workload:
+def _norm(kind: str, shape: _Shape, dtype: str, **options: Any) -> Cell:
     work = norms.Workload(kind=kind, shape=shape, dtype=dtype, **options)
     cell = norms.cell(work)
-    assert cell.by_xla is not None
-    forms = {"means of x and its square": cell.rivals[XLA].function}
+    forms = {"means of x and its square": cell.rivals[XLA]}
     if kind == "layer_norm" and not work.has_residual:
-        forms["jnp.var"] = _by_variance
-    return Workload(
-        operation=work.name,
-        size=work.size,
-        ours=cell.by_xla,
-        plain=forms,
-        operands=work.operands,
+        forms["jnp.var"] = Way(function=_by_variance)
+    return dataclasses.replace(
+        cell,
+        rivals=forms,
+        ours=None,
+        first=None,
+        torch=None,
         has_loss=True,
+        goals=_GOALS,
     )
 
 
@@ -117,24 +123,24 @@ def _by_variance(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
 # --- products -------------------------------------------------------------------------
 
 
-def _products(small: bool) -> Iterator[Workload]:
+def _products(small: bool) -> Iterator[Cell]:
     tiny, wide = (24, 16, 40), (2048, 1024, 4096)
     shapes = (8192, 2048, 8192), (2048, 1024, 4096), (512, 768, 3072)
     for (m, r, n), dtype in _sizes(small, tiny, wide, *shapes):
         weights = Operand((r, n), r**-0.5, dtype=dtype)
         x = Operand((m, r), dtype=dtype)
         size = f"({m},{r},{n})"
-        yield Workload(
+        yield _cell(
             operation=_named("gated_matmul, silu", dtype),
             size=size,
             ours=jax_cudnn.gated_matmul,
             plain={"jnp.matmul": lambda x, g, up: jax.nn.silu(x @ g) * (x @ up)},
             operands=(x, weights, weights),
         )
-        yield Workload(
+        yield _cell(
             operation=_named("matmul + bias + gelu", dtype),
             size=size,
-            ours=lambda x, w, b: jax_cudnn.matmul(x, w, bias=b, activation="gelu"),
+            ours=functools.partial(_matmul, activation="gelu"),
             plain={"jnp.matmul": lambda x, w, b: jax.nn.gelu(x @ w + b)},
             operands=(x, weights, Operand((n,), dtype=dtype)),
         )
@@ -144,7 +150,11 @@ def _products(small: bool) -> Iterator[Workload]:
         yield _biased_conv(shape, dtype)
 
 
-def _biased_conv(shape: _Shape, dtype: str) -> Workload:
+def _matmul(x: Any, w: Any, b: Any, **options: Any) -> Any:
+    return jax_cudnn.matmul(x, w, bias=b, **options)
+
+
+def _biased_conv(shape: _Shape, dtype: str) -> Cell:
     *image, channels, out = shape
     options: dict[str, Any] = {
         "window_strides": (1, 1),
@@ -152,13 +162,13 @@ def _biased_conv(shape: _Shape, dtype: str) -> Workload:
         "dimension_numbers": _NHWC,
     }
 
-    def ours(x: Any, w: Any, b: Any) -> Any:
-        return jax_cudnn.conv(x, w, bias=b, activation="silu", **options)
+    def ours(x: Any, w: Any, b: Any, **more: Any) -> Any:
+        return jax_cudnn.conv(x, w, bias=b, activation="silu", **options, **more)
 
     def plain(x: Any, w: Any, b: Any) -> Any:
         return jax.nn.silu(jax.lax.conv_general_dilated(x, w, **options) + b)
 
-    return Workload(
+    return _cell(
         operation=_named("conv 3x3 + bias + silu", dtype),
         size=f"({','.join(map(str, image))},{channels}->{out})",
         ours=ours,
@@ -171,14 +181,14 @@ def _biased_conv(shape: _Shape, dtype: str) -> Workload:
     )
 
 
-def _grouped(small: bool) -> Iterator[Workload]:
+def _grouped(small: bool) -> Iterator[Cell]:
     shapes = (
         [(64, 4, 16, 16)] if small else [(8192, 8, 1024, 2048), (2048, 4, 512, 512)]
     )
     for rows, groups, contracted, columns in shapes:
         sizes = np.full(groups, rows // groups, np.int32)
         sizes[0], sizes[-1] = sizes[0] + 3, sizes[-1] - 3
-        yield Workload(
+        yield _cell(
             operation=f"ragged_dot, {groups} groups",
             size=f"({rows},{contracted},{columns})",
             ours=jax_cudnn.ragged_dot,
@@ -191,7 +201,7 @@ def _grouped(small: bool) -> Iterator[Workload]:
         )
 
 
-def _depthwise(small: bool) -> Iterator[Workload]:
+def _depthwise(small: bool) -> Iterator[Cell]:
     """Yield depthwise convolutions: images or sequences, window, step and dilation."""
     sizes = [((32, 1024, 256), 5, 1, 4), ((8, 8192, 1024), 4, 1, 1)]
     sizes += [((128, 56, 56, 144), 3, 1, 1), ((128, 56, 56, 144), 3, 2, 1)]
@@ -204,7 +214,7 @@ def _depthwise(small: bool) -> Iterator[Workload]:
             yield _convolution("depthwise conv", shape, window, dtype, **options)
 
 
-def _dilated(small: bool) -> Iterator[Workload]:
+def _dilated(small: bool) -> Iterator[Cell]:
     """Yield convolutions with holes: those of WaveNet are causal."""
     sizes = [((4, 8192, 128), 2, 8), ((4, 8192, 128), 2, 512), ((16, 4096, 256), 3, 2)]
     sizes += [((8, 64, 64, 256), 3, 6), ((8, 32, 32, 512), 3, 2)]
@@ -227,7 +237,7 @@ def _convolution(
     window_strides: int = 1,
     rhs_dilation: int = 1,
     padding: Any = "SAME",
-) -> Workload:
+) -> Cell:
     """Return a convolution of equal axes; without ``outputs`` a depthwise one."""
     axes, channels = len(shape) - 2, shape[-1]
     options: dict[str, Any] = {
@@ -241,10 +251,10 @@ def _convolution(
     filters = (*[window] * axes, inner, outputs or channels)
     more = f", step {window_strides}" if window_strides > 1 else ""
     more += f", dilation {rhs_dilation}" if rhs_dilation > 1 else ""
-    return Workload(
+    return _cell(
         operation=_named(f"{name} {'x'.join([str(window)] * axes)}", dtype),
         size=f"({','.join(map(str, shape))}){more}",
-        ours=lambda x, w: jax_cudnn.conv(x, w, **options),
+        ours=functools.partial(jax_cudnn.conv, **options),
         plain={"lax.conv": lambda x, w: jax.lax.conv_general_dilated(x, w, **options)},
         operands=(
             Operand(shape, dtype=dtype),
@@ -256,7 +266,7 @@ def _convolution(
 # --- attention and pooling ------------------------------------------------------------
 
 
-def _attention(small: bool) -> Iterator[Workload]:
+def _attention(small: bool) -> Iterator[Cell]:
     def plain(*operands: Any) -> Any:
         return jax.nn.dot_product_attention(*operands, implementation="xla")
 
@@ -278,7 +288,7 @@ def _attention(small: bool) -> Iterator[Workload]:
             arrays = [Operand(shape, dtype=dtype)] * 3
             if "bias" in name:
                 arrays.append(Operand((1, heads, tokens, tokens), dtype=dtype))
-            yield Workload(
+            yield _cell(
                 operation=_named(name, dtype),
                 size=_text(shape),
                 ours=jax_cudnn.sdpa,
@@ -287,17 +297,27 @@ def _attention(small: bool) -> Iterator[Workload]:
             )
 
 
-def _pools(small: bool) -> Iterator[Workload]:
+def _pools(small: bool) -> Iterator[Cell]:
     wide = (32, 28, 28, 256)
     shapes = (64, 112, 112, 64), (64, 56, 56, 64), (32, 28, 28, 256)
+    max_pool = functools.partial(
+        jax_cudnn.max_pool,
+        window_shape=(3, 3),
+        strides=(2, 2),
+        padding=((1, 1), (1, 1)),
+    )
+    avg_pool = functools.partial(
+        jax_cudnn.avg_pool, window_shape=(2, 2), strides=(2, 2)
+    )
     for shape, dtype in _sizes(small, (2, 12, 12, 8), wide, *shapes):
-        for pool in (operation_cells.max_pool, operation_cells.average_pool):
-            cell = pool(shape, dtype)
-            assert cell.ours is not None
-            yield Workload(
+        for cell, ours in (
+            (operation_cells.max_pool(shape, dtype), max_pool),
+            (operation_cells.average_pool(shape, dtype), avg_pool),
+        ):
+            yield _cell(
                 operation=_named(cell.operation, dtype),
                 size=cell.size,
-                ours=cell.ours(),
-                plain={"lax.reduce_window": cell.rivals[XLA].function},
+                ours=ours,
+                plain={"lax.reduce_window": cell.plain},
                 operands=cell.operands,
             )

@@ -79,7 +79,7 @@ class Report:
         )
 
 
-class _Turn(NamedTuple):
+class _Replacement(NamedTuple):
     """The method of a layer that is replaced, its class, and what replaces it."""
 
     method: str
@@ -154,7 +154,7 @@ def to_cudnn(model: keras.Layer, *, implementation: Implementation = "auto") -> 
         if isinstance(layer, keras.Model):
             for name in ("train_function", "test_function", "predict_function"):
                 setattr(layer, name, None)
-        elif (turn := _turn_of(layer)) is not None:
+        elif (turn := _replacement_of(layer)) is not None:
             reason = _turned(layer, turn, implementation)
             found.append(
                 LayerReport(
@@ -164,20 +164,20 @@ def to_cudnn(model: keras.Layer, *, implementation: Implementation = "auto") -> 
     return Report(tuple(found))
 
 
-def _turn_of(layer: keras.Layer) -> _Turn | None:
+def _replacement_of(layer: keras.Layer) -> _Replacement | None:
     """Return what is replaced of a layer, or None for other kinds of layers."""
     for kind in _ATTENTION:
         if isinstance(layer, kind):
-            return _Turn("_compute_attention", kind, _attention)
+            return _Replacement("_compute_attention", kind, _attention)
     for kind in _CONVOLUTIONS:
         if isinstance(layer, kind):
-            return _Turn("call", kind, _convolution)
+            return _Replacement("call", kind, _convolution)
     if isinstance(layer, keras.layers.Dense):
-        return _Turn("call", keras.layers.Dense, _dense)
+        return _Replacement("call", keras.layers.Dense, _dense)
     return None
 
 
-def _turned(layer: Any, turn: _Turn, implementation: Implementation) -> str:
+def _turned(layer: Any, turn: _Replacement, implementation: Implementation) -> str:
     """Replace a layer's method; return why it stays as it is, or ""."""
     for name in (turn.method, "convolution_op"):
         own = getattr(type(layer), name, None)

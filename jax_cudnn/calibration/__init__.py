@@ -3,6 +3,6 @@
 
 Calls of the sizes that models have are drawn (calls.py), those that tell most are
 timed by cuDNN and by XLA (choosing.py, measuring.py), and what follows from the times
-is derived (rules.py) and kept as a table of the policy (kept.py). The tables that come
+is derived (rules.py) and stored as a policy table (storing.py). The tables that come
 with the package are made by the same code.
 """

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jax_cudnn.calibration import kept, measuring
+from jax_cudnn.calibration import measuring, storing
 from jax_cudnn.calibration.choosing import Chooser, drawn
 from jax_cudnn.columns import Block, Heading, Page, Rows, Text
 from jax_cudnn.errors import LibraryError
@@ -77,9 +77,9 @@ class Calibrated(Page):
             for change in each.changes:
                 yield Text(f"  changed since: {change}")
             yield Text(f"  in {each.path}")
-        for told in self.broken:
+        for shown in self.broken:
             yield Text("")
-            yield Text(f"Not used: {told}")
+            yield Text(f"Not used: {shown}")
         yield Text("")
         yield Text(f"Tables of the package: {'; '.join(self.shipped)}.")
         if self.gpu and not self.is_covered:
@@ -145,9 +145,9 @@ def calibrate(
             f"calibrate: cuDNN has no fused plan for {gpu.target.name} "
             f"(sm_{gpu.target.sm_version}), so XLA runs all. Nothing is to be measured."
         )
-    kept.keep(gpu.target, ())  # What cannot be kept is told before it is measured.
+    storing.store(gpu.target, ())  # What cannot be kept is told before it is measured.
     calls = drawn(gpu.target, lambda call: bool(wanted.search(call.title)))
-    chooser = Chooser(calls, kept.fresh_rows(gpu.target))
+    chooser = Chooser(calls, storing.fresh_rows(gpu.target))
     batches = _measured(chooser, gpu, seconds, is_thorough=is_thorough)
     for _ in followed(batches, "Calibrating", count=round(seconds), name=str):
         pass
@@ -158,11 +158,11 @@ def _measured(
     chooser: Chooser, gpu: LocalGpu, seconds: float, *, is_thorough: bool
 ) -> Iterator[str]:
     """Measure batches until the time is over; yield once for every second."""
-    start, told, longest, count = time.monotonic(), 0, 0.0, 0
+    start, yielded, longest, count = time.monotonic(), 0, 0.0, 0
     while (spent := time.monotonic() - start) + longest < seconds:
-        while told < spent:
-            yield f"{told} s"
-            told += 1
+        while yielded < spent:
+            yield f"{yielded} s"
+            yielded += 1
         chosen = chooser.take(workers())
         if not chosen and not longest:
             raise ValueError("calibrate: none of the drawn calls is wanted, or is new")
@@ -175,7 +175,7 @@ def _measured(
         )
         for row in found:
             chooser.learn(row)
-        kept.keep(gpu.target, found)
+        storing.store(gpu.target, found)
         count += len(found)
         longest = max(longest, time.monotonic() - start - spent)
     if longest and not count:

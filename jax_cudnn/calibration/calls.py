@@ -103,7 +103,7 @@ _Kind = Callable[[_Draw], _Drawn]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tail:
+class _Epilogue:
     """What follows a contraction: bias, residual, activation."""
 
     has_bias: bool
@@ -111,7 +111,7 @@ class _Tail:
     activation: str | None
 
     @classmethod
-    def drawn(cls, draw: _Draw) -> "_Tail":
+    def drawn(cls, draw: _Draw) -> "_Epilogue":
         if draw.chance(0.25):
             return cls(has_bias=False, has_residual=False, activation=None)
         return cls(
@@ -141,7 +141,7 @@ class _Tail:
 
 
 def _product(
-    tail: _Tail, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, draw: _Draw
+    tail: _Epilogue, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, draw: _Draw
 ) -> _Drawn:
     def run(a: Any, b: Any, *terms: Any, implementation: Implementation) -> jax.Array:
         options: dict[str, Any] = tail.named(terms)
@@ -166,7 +166,7 @@ def _fits(work: float, *arrays: jax.ShapeDtypeStruct) -> bool:
 
 
 def _matmul(draw: _Draw) -> _Drawn:
-    tail = _Tail.drawn(draw)
+    tail = _Epilogue.drawn(draw)
     while True:
         m, n, r = draw.size(8, 32768, 8), *(draw.size(64, 16384, 64) for _ in "nr")
         a, b = draw.array(m, r), draw.array(r, n)
@@ -188,7 +188,7 @@ def _of_few_rows(draw: _Draw) -> _Drawn:
     a, b = draw.array(m, r), draw.array(r, n)
     if draw.chance(0.3):
         return _gated_product(a, b)
-    return _product(_Tail.drawn(draw), a, b, draw)
+    return _product(_Epilogue.drawn(draw), a, b, draw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class _Convolution:
     def fits(self, draw: _Draw) -> bool:
         return _fits(self.work, self.x, self.w, draw.array(*self.shape))
 
-    def call(self, tail: _Tail, draw: _Draw) -> _Drawn:
+    def call(self, tail: _Epilogue, draw: _Draw) -> _Drawn:
         letters = "DHW"[-self.axes :]
         layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
         front = [(self.hole * (size - 1), 0) for size in self.w.shape[:-2]]
@@ -246,7 +246,7 @@ class _Convolution:
 
 
 def _conv(axes: int, draw: _Draw) -> _Drawn:
-    tail = _Tail.drawn(draw)
+    tail = _Epilogue.drawn(draw)
     while True:
         window = draw.one_of((1, 1, 3, 3, 3, 5) if axes > 1 else (3, 5, 7))
         step = draw.one_of((1, 1, 1, 2))
@@ -265,7 +265,7 @@ def _conv(axes: int, draw: _Draw) -> _Drawn:
 
 def _conv_in_groups(draw: _Draw) -> _Drawn:
     """Draw a convolution in groups of widths as ResNeXts, RegNets and others have."""
-    tail = _Tail.drawn(draw)
+    tail = _Epilogue.drawn(draw)
     axes = draw.one_of((1, *[2] * 7, 3))
     while True:
         window = draw.one_of((1, 3, 3, 3, 5))
@@ -284,7 +284,7 @@ def _conv_in_groups(draw: _Draw) -> _Drawn:
 
 def _depthwise(draw: _Draw) -> _Drawn:
     """Draw a depthwise convolution as models of images, sequences and videos have."""
-    tail = _Tail.drawn(draw)
+    tail = _Epilogue.drawn(draw)
     axes = draw.one_of((1, 1, 2, 2, 2, 2, 3))
     while True:
         window = draw.one_of(_DEPTHWISE_WINDOWS[axes])

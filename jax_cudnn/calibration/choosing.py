@@ -83,8 +83,8 @@ def _kernels_of(call: Call, target: Target, seen: set[Graph]) -> Iterator[Candid
         if part in seen:
             continue
         seen.add(part)
-        ways = ranked(part, target)
-        kernel = measured_as(part, ways[0].rewrite, target) if ways else None
+        rewrites = ranked(part, target)
+        kernel = measured_as(part, rewrites[0].rewrite, target) if rewrites else None
         if kernel is not None:
             yield Candidate(part, kernel)
 
@@ -105,7 +105,7 @@ class Chooser:
         """Take what was measured before."""
         self._candidates = candidates
         self._at_hand: list[Candidate] = []
-        self._told: dict[str, list[tuple[Kernel, float]]] = {}
+        self._weights: dict[str, list[tuple[Kernel, float]]] = {}
         self._names: set[Name] = set()
         for row in rows:
             self.learn(row)
@@ -118,7 +118,7 @@ class Chooser:
         self._add(kernel, weight)
 
     def _add(self, kernel: Kernel, weight: float) -> None:
-        self._told.setdefault(family_of(kernel.name), []).append((kernel, weight))
+        self._weights.setdefault(family_of(kernel.name), []).append((kernel, weight))
 
     def take(self, count: int) -> list[Candidate]:
         """Return so many kernels; none is returned twice."""
@@ -139,7 +139,7 @@ class Chooser:
 
     def _known(self, candidate: Candidate) -> float:
         """Return how much is known of a kernel."""
-        told = self._told.get(family_of(candidate.kernel.name), ())
+        weights = self._weights.get(family_of(candidate.kernel.name), ())
         return sum(
-            weight / (0.5 + between(candidate.kernel, each)) for each, weight in told
+            weight / (0.5 + between(candidate.kernel, each)) for each, weight in weights
         )

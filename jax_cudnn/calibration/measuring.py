@@ -65,13 +65,16 @@ class Kernel:
 
     def _first_step(self) -> PartDecision | None:
         """Return the first way that cuDNN plans, with cuDNN's own first plan."""
-        for way in ranked(self.part, self._gpu.target):
+        for ranked_rewrite in ranked(self.part, self._gpu.target):
             try:
-                plan = self._gpu.plan(to_json(way.rewrite.graph))
+                plan = self._gpu.plan(to_json(ranked_rewrite.rewrite.graph))
             except UnsupportedError:
                 continue
             return PartDecision(
-                part=self.part, rewrite=way.rewrite, plan=plan, target=self._gpu.target
+                part=self.part,
+                rewrite=ranked_rewrite.rewrite,
+                plan=plan,
+                target=self._gpu.target,
             )
         return None
 

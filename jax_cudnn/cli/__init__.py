@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: arguments in, text or JSON out. What is told, other packages know.
+"""The command line: reads arguments, and prints what other packages answer.
 
 Exit status: 0 where all is well, 1 where the machine cannot do it, 2 for arguments that
 are wrong on every machine.

@@ -17,7 +17,7 @@ from jax_cudnn.lowering.decision import operation
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.progress import waiting
 from jax_cudnn.tuning import measure
-from jax_cudnn.tuning.candidate_times import Timed, time_candidates
+from jax_cudnn.tuning.candidate_times import TimedCandidate, time_candidates
 
 # The version of what --json prints. A change of meaning raises it.
 SCHEMA = 1
@@ -32,15 +32,15 @@ class Bench:
     """
 
     choice: Choice
-    timed: tuple[Timed, ...]
+    timed: tuple[TimedCandidate, ...]
 
     @property
-    def first(self) -> Timed | None:
+    def first(self) -> TimedCandidate | None:
         """The candidate that runs where nothing was tuned: the first that builds."""
         return next((each for each in self.timed if each.time is not None), None)
 
     @property
-    def best(self) -> Timed | None:
+    def best(self) -> TimedCandidate | None:
         """The candidate whose kernels are fastest."""
         built = [each for each in self.timed if each.time is not None]
         return min(built, key=_median, default=None)
@@ -80,7 +80,7 @@ class Bench:
             yield f"    {_candidate(each, is_best=each is best)}"
 
 
-def _median(timed: Timed) -> float:
+def _median(timed: TimedCandidate) -> float:
     return timed.time.median_us if timed.time else float("inf")
 
 
@@ -88,7 +88,7 @@ def _us(microseconds: float | None) -> str:
     return " " * 11 + "-" if microseconds is None else f"{microseconds:9.1f} µs"
 
 
-def _candidate(timed: Timed, *, is_best: bool) -> str:
+def _candidate(timed: TimedCandidate, *, is_best: bool) -> str:
     candidate = timed.candidate
     if timed.time is None:
         reason = timed.failure.splitlines()[0]
@@ -152,8 +152,8 @@ def _run(arguments: argparse.Namespace) -> int:
             header = f"On {target.name}, medians:\n" if len(benches) == 1 else ""
             print(f"{header}{benches[-1]}", flush=True)
     if arguments.json:
-        told = [each.to_json() for each in benches]
-        data = {"schema": SCHEMA, "device": dataclasses.asdict(target), "parts": told}
+        shown = [each.to_json() for each in benches]
+        data = {"schema": SCHEMA, "device": dataclasses.asdict(target), "parts": shown}
         print(json.dumps(data, indent=2))
     return 0
 

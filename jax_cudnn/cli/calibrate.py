@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn import plans
-from jax_cudnn.calibration import kept
+from jax_cudnn.calibration import storing
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.lowering.devices import local_target
 
@@ -73,15 +73,15 @@ def add_command(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.forget:
-        count = kept.drop()
+        count = storing.remove_all()
         print(f"removed {count} calibration{'s' * (count != 1)}")
     elif arguments.take is not None:
-        print(f"kept as {kept.take(arguments.take)}")
+        print(f"kept as {storing.import_file(arguments.take)}")
     elif arguments.export is not None:
         local = local_target()
         if local is None:
             raise LibraryError("--export is for the GPU of this machine: there is none")
-        kept.export(arguments.export, local[1])
+        storing.export(arguments.export, local[1])
         print(f"written to {arguments.export}")
     elif arguments.show:
         print(plans.calibrated())

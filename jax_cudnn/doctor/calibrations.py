@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers what "auto" goes by on this machine: shipped tables, and what was calibrated.
+"""Lists the policy tables that "auto" uses on this machine: shipped and calibrated.
 
 Needs the whole package, which it imports when it is asked.
 """

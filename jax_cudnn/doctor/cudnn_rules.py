@@ -85,8 +85,10 @@ def cudnn_limits(facts: Facts) -> Iterator[Finding]:
         and any(limit.is_of(gpu.sm_version, cudnn.version) for gpu in gpus)
     ]
     fixed = [limit.fixed for limit in found if limit.fixed is not None]
-    told = "; ".join(f"{limit.what} ({limit.done})" for limit in found)
-    what = f"cuDNN {version_text(cudnn.version)} ({cudnn.path}) has known bugs: {told}."
+    shown = "; ".join(f"{limit.what} ({limit.done})" for limit in found)
+    what = (
+        f"cuDNN {version_text(cudnn.version)} ({cudnn.path}) has known bugs: {shown}."
+    )
     if fixed:
         yield Finding(
             severity="warning",

@@ -138,7 +138,7 @@ def environment(facts: Facts) -> Iterator[Finding]:
     """Say which environment variables change results or times."""
     environment = dict(facts.environment)
     if (override := environment.get("NVIDIA_TF32_OVERRIDE")) is not None:
-        told = (
+        shown = (
             "f32 matmuls are not rounded to TF32, whatever the program requests, and "
             "are several times slower"
             if override == "0"
@@ -147,7 +147,7 @@ def environment(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             name="tf32-override",
-            what=f"NVIDIA_TF32_OVERRIDE={override}: {told}.",
+            what=f"NVIDIA_TF32_OVERRIDE={override}: {shown}.",
             fix="Unset it, and use jax.default_matmul_precision or precision=.",
         )
     if environment.get("CUDNN_LOGLEVEL_DBG", "0") != "0":

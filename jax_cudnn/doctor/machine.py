@@ -170,7 +170,7 @@ class Facts:
         return tuple(sorted(int(match[1]) for match in found if match))
 
 
-class _Unread:
+class _ReadErrors:
     """The things that could not be read, with the errors; these are facts as well."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Unread:
 
     def note(self, what: str, error: Exception) -> None:
         """Remember that something could not be read."""
-        self.errors.append((what, _told(error)))
+        self.errors.append((what, _error_text(error)))
 
     def or_else(self, what: str, read: Callable[[], _T], otherwise: _T) -> _T:
         """Return what is read, or something else where that fails in any way."""
@@ -194,7 +194,7 @@ def gather() -> Facts:
 
     Never raises: what cannot be read is among the facts as ``unread``.
     """
-    unread = _Unread()
+    unread = _ReadErrors()
     read = unread.or_else
     driver = read("the driver", _driver, None)
     # JAX first: the libcudnn that it loads is the one that is used.
@@ -224,7 +224,7 @@ def gather() -> Facts:
         jax_cudnn=read("jax_cudnn's version", lambda: _version("jax-cudnn"), "")
         or "not installed",
         location=str(Path(native.__file__).parent.parent),
-        import_error=_told(startup.failure),
+        import_error=_error_text(startup.failure),
         extension_error=extension_error,
         extension_fix=extension_fix,
         frontend=build.frontend_version if build else "",
@@ -270,11 +270,11 @@ def _import_error(module: str) -> str:
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever it is, it is the answer
-        return _told(error)
+        return _error_text(error)
     return ""
 
 
-def _told(error: Exception | None) -> str:
+def _error_text(error: Exception | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -410,7 +410,7 @@ def _companions() -> tuple[tuple[tuple[str, str], ...], str]:
         return (), str(error)
 
 
-def _cudnn_files(used: Cudnn | None, unread: _Unread) -> Iterator[CudnnFile]:
+def _cudnn_files(used: Cudnn | None, unread: _ReadErrors) -> Iterator[CudnnFile]:
     """Yield every libcudnn within reach once, however many links lead to it."""
     directories = [
         *native.library_directories(),

@@ -265,8 +265,8 @@ def _attend(
     """Call `sdpa`, given operands whose batch axes are one; ``scores`` has all."""
     mask = None if request.mask is None else as_bools(request.mask)
     mask = _fold_scores_like(mask, scores)
-    if request.hiding is not None:
-        mask = request.hiding if mask is None else request.hiding & Where(mask)
+    if request.visibility is not None:
+        mask = request.visibility if mask is None else request.visibility & Where(mask)
     attention = functools.partial(
         sdpa,
         bias=_fold_scores_like(request.bias, scores),

@@ -113,7 +113,7 @@ def new_tokens(
 
 
 def append(cache: Cache, key: jax.Array, value: jax.Array, new: NewTokens) -> Cache:
-    """Return the cache with new keys and values (..., s, k, d) behind the others.
+    """Return the cache with new keys and values (..., s, k, d) after the others.
 
     Where all entries have equally many tokens, padding is written too.
     """

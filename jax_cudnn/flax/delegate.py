@@ -47,11 +47,11 @@ _ADVICE = (
 class Request:
     """The arguments of a Flax layer's attention besides query, key and value.
 
-    ``dropout_rate`` is 0 where dropout is not in effect. ``hiding`` is a mask for all
-    batch axes merged into one, which adds to the other ones. ``sequences`` says the
-    same as `mask`, `hiding` and causality together, where `cached_sdpa` can do it;
-    ``options``, ``sinks`` and ``score_mod`` are as in `sdpa`. The rest is as in
-    `AttentionFn.__call__`.
+    ``dropout_rate`` is 0 where dropout is not in effect. ``visibility`` is a mask for
+    all batch axes merged into one, which applies in addition to the other ones.
+    ``sequences`` says the same as `mask`, `visibility` and causality together, where
+    `cached_sdpa` can do it. ``options``, ``sinks`` and ``score_mod`` are as in `sdpa`.
+    The rest is as in `AttentionFn.__call__`.
     """
 
     bias: jax.Array | None
@@ -66,7 +66,7 @@ class Request:
     einsum_dot_general: Callable[..., jax.Array] | None
     qk_attn_weights_einsum: Callable[..., jax.Array] | None
     attn_weights_value_einsum: Callable[..., jax.Array] | None
-    hiding: Mask | None = None
+    visibility: Mask | None = None
     sequences: Sequences | None = None
     options: Mapping[str, Any] = FrozenDict()
     sinks: jax.Array | None = None
@@ -173,13 +173,13 @@ def _in_words_of_flax(
         # Flax divides by the root of the head size.
         factor = scale * math.sqrt(q.shape[-1])
         q = q * jnp.asarray(factor, q.dtype)
-    if request.hiding is None:
+    if request.visibility is None:
         return q, request
     s, t = q.shape[-3], k.shape[-3]
-    hiding = request.hiding
-    given = (hiding & Causal() if request.is_causal else hiding).arguments(s, t)
+    visibility = request.visibility
+    given = (visibility & Causal() if request.is_causal else visibility).arguments(s, t)
     bias = given.get("bias")
-    overrun: Overrun | None = sorted_arguments(hiding, s, t).get("overrun")
+    overrun: Overrun | None = sorted_arguments(visibility, s, t).get("overrun")
     if overrun is not None:
         is_lost = overrun.lost(Tokens(s))[:, None, :, None]
         own = jnp.where(is_lost, jnp.nan, 0).astype((q if bias is None else bias).dtype)
@@ -196,7 +196,9 @@ def _in_words_of_flax(
         wide = np.promote_types(own.dtype, np.float32)
         bias = own if bias is None else own.astype(wide) + bias.astype(wide)
     is_causal = request.is_causal or given.get("is_causal", False)
-    return q, replace(request, mask=mask, bias=bias, is_causal=is_causal, hiding=None)
+    return q, replace(
+        request, mask=mask, bias=bias, is_causal=is_causal, visibility=None
+    )
 
 
 def _dense(given: dict[str, Any], s: int, t: int) -> jax.Array | None:

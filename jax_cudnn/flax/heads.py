@@ -64,7 +64,7 @@ class Settings:
 class Heads:
     """One call's attention, in place of Flax's `attention_fn`.
 
-    ``cache`` is what the call reads; afterwards it is what the call leaves behind.
+    ``cache`` is what the call reads; afterwards it is the updated cache.
     ``module`` is the layer itself, into which Flax's attention may sow its weights.
     """
 
@@ -105,12 +105,12 @@ class Heads:
         with on_behalf_of(layer, "attention_fn"):
             check_shapes(q, k, v, is_causal=False)
         self._check_call(q, k, is_causal=is_causal)
-        hiding, mask = (mask, None) if isinstance(mask, Mask) else (None, mask)
+        visibility, mask = (mask, None) if isinstance(mask, Mask) else (None, mask)
         if (size := options.pop("local_window_size", None)) is not None:
             with on_behalf_of(layer, "sdpa"):
                 bounds = bounds_of(size, is_causal=is_causal)
             window = Window(*bounds)
-            hiding = window if hiding is None else hiding & window
+            visibility = window if visibility is None else visibility & window
         cache, new, sequences = self.cache, None, None
         score_mod = settings.score_mod
         if cache is None:
@@ -120,8 +120,8 @@ class Heads:
             if score_mod is not None:
                 score_mod = decoding.score_mod_of(score_mod, cache, new)
             elif mask is None:
-                sequences = decoding.sequences(hiding, cache, new)
-            hiding = decoding.visible(layer, hiding, cache, new)
+                sequences = decoding.sequences(visibility, cache, new)
+            visibility = decoding.visible(layer, visibility, cache, new)
             is_causal = False  # part of what is visible
             q, k = self._rotated(q, k, new.positions)
             cache = self.cache = decoding.append(cache, k, v, new)
@@ -141,7 +141,7 @@ class Heads:
                 einsum_dot_general=None,
                 qk_attn_weights_einsum=qk_attn_weights_einsum,
                 attn_weights_value_einsum=attn_weights_value_einsum,
-                hiding=hiding,
+                visibility=visibility,
                 sequences=sequences,
                 options=options,
                 sinks=self.sinks,

@@ -128,7 +128,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             says.
           input_positions: (..., s), the tokens' positions for the rotary embedding, or
             what broadcasts to it. Default None: 0 to s - 1 for queries, 0 to t - 1 for
-            keys; behind the cached tokens with `decode`.
+            keys; after the cached tokens with `decode`.
           input_lengths: with `decode`, integers (...,): tokens at or past their batch
             entry's length are padding, which the cache does not keep. Needs
             `ragged_cache`. Default None: no padding.

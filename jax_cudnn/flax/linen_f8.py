@@ -71,8 +71,8 @@ class F8DotGeneral(linen.Module):
         first = dense_state(self.recipe)
         if first is not None:
             names = ("x_state", "w_state", "grad_state")
-            held = (state_variable(self, name, first.x) for name in names)
-            self.x_state, self.w_state, self.grad_state = held
+            variables = (state_variable(self, name, first.x) for name in names)
+            self.x_state, self.w_state, self.grad_state = variables
 
     # The names and their order are those of jax.lax.dot_general.
     def __call__(
@@ -117,8 +117,8 @@ class F8DotGeneral(linen.Module):
         """Return the product with all that a layer adds to it, as a function."""
         state = None
         if isinstance(self.recipe, Delayed):
-            held = self.x_state, self.w_state, self.grad_state
-            state = DenseState(*(variable.value for variable in held))
+            variables = self.x_state, self.w_state, self.grad_state
+            state = DenseState(*(variable.value for variable in variables))
 
         def product(
             lhs: ArrayLike,

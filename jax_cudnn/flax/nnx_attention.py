@@ -186,7 +186,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           deterministic: as in nnx's layer, like the next two.
           rngs: see there.
           sow_weights: see there.
-          decode: whether the inputs are the next tokens behind those in the cache.
+          decode: whether the inputs are the next tokens after those in the cache.
             Default None: the layer's `decode`.
           is_causal: whether query s sees keys 0 to s only. Default False: as the layer
             says.
@@ -194,7 +194,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           qkv_sharding: see there.
           input_positions: (..., s), the tokens' positions for the rotary embedding, or
             what broadcasts to it. Default None: 0 to s - 1 for queries, 0 to t - 1 for
-            keys; behind the cached tokens with `decode`.
+            keys; after the cached tokens with `decode`.
           input_lengths: with `decode`, integers (...,): tokens at or past their batch
             entry's length are padding, which the cache does not keep. Needs a cache
             made with `ragged=True`. Default None: no padding.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes Flax's dropout that all batch entries and heads share, with `sdpa`.
 
-Dropout acts behind the softmax: what is dropped still counts in the sum by which the
+Dropout acts after the softmax: what is dropped still counts in the sum by which the
 weights are divided. A mask acts before it. With the mask of the weights that are kept,
 attention divides by a smaller sum, and the two log-sum-exps tell how much smaller:
 

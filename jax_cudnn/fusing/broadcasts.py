@@ -12,6 +12,7 @@ Makers = Mapping[Value, Any]
 
 def narrowed(atom: Atom, rank: int, makers: Makers) -> tuple[Atom, tuple[int, ...]]:
     """Return what an operand was broadcast from, in a shape of that rank."""
+    # If b (5,) is reshaped to (1, 5) and broadcast to (7, 5), return b and (1, 5).
     # The sizes other than 1, and the axes of the full rank that they are.
     sizes = {axis: size for axis, size in enumerate(atom.shape) if size != 1}
     places = {axis: axis for axis in sizes}

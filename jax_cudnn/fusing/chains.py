@@ -98,6 +98,9 @@ class _Chains:
         self, step: Operation, later: Sequence[Operation]
     ) -> Operation | _Joined:
         """Return a step joined with earlier calls, which are no steps any more."""
+        # z = gelu(x @ w1) is one call, and z @ w2 is another one, which reads z. They
+        # become one call in the place of the second, unless a step between them reads z
+        # as well.
         chained: Operation | _Joined = step
         calls = [x for x in self.steps if _call_of(x)] if _call_of(step) else []
         for first in calls:
@@ -126,6 +129,8 @@ class _Chains:
             return None
         if not _gains(one.graph, two.graph):
             return None
+        # `links` says that operand "a" of the second graph is result "output" of the
+        # first. What is read after both, or saved for a gradient, stays a result.
         made = dict(zip(one.outputs, one.graph.outputs, strict=True))
         links: dict[str, str] = {}
         others: list[Value] = []

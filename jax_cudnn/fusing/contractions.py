@@ -19,7 +19,7 @@ from jax_cudnn.fusing.views import View
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.lowering import partial_axes
 from jax_cudnn.ops.common.arguments import strongly_typed
-from jax_cudnn.ops.common.fusion import Begun
+from jax_cudnn.ops.common.fusion import StartedGraph
 from jax_cudnn.ops.products.conv import begin_conv, why_plain
 from jax_cudnn.ops.products.conv_arguments import Layout, Problem
 from jax_cudnn.ops.products.dot_general import Numbers, as_product
@@ -44,7 +44,7 @@ class Contraction:
         """The dtype of the result."""
         return self.operation.outputs[0].dtype
 
-    def begin(self, arrays: Arrays, *, is_rounded: bool) -> Begun:
+    def begin(self, arrays: Arrays, *, is_rounded: bool) -> StartedGraph:
         """Begin the graph; sums are rounded to the result's dtype at once, or last."""
         raise NotImplementedError
 
@@ -92,6 +92,8 @@ def _sides(
 
 def _peeled(value: Value, makers: Makers) -> _Side:
     """Return what an operand is a transpose of."""
+    # For w.T with w (5, 24), return w and the axes (1, 0): axis 0 of the operand, of
+    # size 24, is axis 1 of w.
     axes = tuple(range(len(value.shape)))
     while (maker := makers.get(value)) is not None and maker.name == "transpose":
         (source,) = maker.inputs
@@ -124,7 +126,7 @@ class _Dot(Contraction):
     numbers: Numbers
     dtypes: Dtypes
 
-    def begin(self, arrays: Arrays, *, is_rounded: bool) -> Begun:
+    def begin(self, arrays: Arrays, *, is_rounded: bool) -> StartedGraph:
         product = as_product("fuse", *self._operands(arrays), self.numbers)
         return begin_product(product, self.dtypes, self.dtype, is_rounded=is_rounded)
 
@@ -187,7 +189,7 @@ class _Conv(Contraction):
     layout: Layout
     options: Mapping[str, Any]
 
-    def begin(self, arrays: Arrays, *, is_rounded: bool) -> Begun:
+    def begin(self, arrays: Arrays, *, is_rounded: bool) -> StartedGraph:
         x, w = self._operands(arrays)
         problem = Problem(x=x, w=w, layout=self.layout, options=self.options)
         begun, _ = begin_conv(problem, self.dtype, is_rounded=is_rounded)

@@ -13,8 +13,8 @@ from jax_cudnn.config import Options
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation
 from jax_cudnn.fusing.program import Operation, Value
-from jax_cudnn.fusing.split import Left, Split, Work
-from jax_cudnn.fusing.whole import Whole
+from jax_cudnn.fusing.split import LeftToXla, Split, Work
+from jax_cudnn.fusing.standalone import StandaloneKernel
 from jax_cudnn.graph import Graph, label, operand_text
 from jax_cudnn.graph.printing import in_mermaid
 from jax_cudnn.lowering import equation_name, run_graph
@@ -104,7 +104,7 @@ class FuseExplanation(Page):
         from jax_cudnn.plans import explain
 
         kernels: list[FusedKernel] = []
-        told = ""
+        shown = ""
         for kernel in self.kernels:
             graph, options = kernel.graph, kernel._options
             operands = [
@@ -118,9 +118,9 @@ class FuseExplanation(Page):
                 return run_graph(graph, arrays, options)
 
             found = explain(run, *operands, device=device)
-            told = f"cuDNN {found.cudnn_version} on {found.device}"
+            shown = f"cuDNN {found.cudnn_version} on {found.device}"
             kernels.append(replace(kernel, calls=found.calls))
-        return replace(self, kernels=tuple(kernels), device=told)
+        return replace(self, kernels=tuple(kernels), device=shown)
 
     def _blocks(self) -> Iterator[Block]:
         yield Heading(
@@ -159,7 +159,7 @@ def _called(work: Work) -> str:
     return work.name
 
 
-def _kernel(kernel: Kernel | Whole) -> FusedKernel:
+def _kernel(kernel: Kernel | StandaloneKernel) -> FusedKernel:
     graph, options = kernel.graph, kernel.options
     assert graph is not None, "it was run"
     assert options is not None, "it was run"
@@ -220,7 +220,7 @@ def _picture(split: Split) -> Iterator[str]:
         yield f'  i{i}(["{_in_box(value)}"])'
     count = 0
     for step in split.steps:
-        is_kernel = not isinstance(step, Left)
+        is_kernel = not isinstance(step, LeftToXla)
         works = step.works if is_kernel else [step.work]
         indent = "  "
         if is_kernel:
@@ -243,13 +243,15 @@ def _picture(split: Split) -> Iterator[str]:
     yield from arrows
 
 
-def _title(kernel: Kernel | Whole) -> str:
+def _title(kernel: Kernel | StandaloneKernel) -> str:
     return "kernel" if kernel.graph is None else label(kernel.graph)
 
 
-def _read(step: Kernel | Whole | Left, work: Operation | Activation) -> Iterator[Value]:
+def _read(
+    step: Kernel | StandaloneKernel | LeftToXla, work: Operation | Activation
+) -> Iterator[Value]:
     """Yield what an operation reads, where it is read from."""
-    if isinstance(step, Left):
+    if isinstance(step, LeftToXla):
         yield from work.reads
         return
     yield from (x for x in work.reads if x in step.made)

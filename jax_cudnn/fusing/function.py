@@ -18,7 +18,7 @@ from jax_cudnn.fusing.explanation import FuseExplanation, describe_work
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.program import Arrays, as_array, program_of
 from jax_cudnn.fusing.split import Split, is_free, split
-from jax_cudnn.fusing.whole import Asked
+from jax_cudnn.fusing.standalone import Settings
 from jax_cudnn.lowering import weakly_typed
 from jax_cudnn.ops.common.arguments import options
 
@@ -44,7 +44,7 @@ class Fused(Generic[P, R]):
         self._function = function
         self._strict = strict
         self._static = static
-        self._asked = Asked(implementation, plan)
+        self._settings = Settings(implementation, plan)
         self._jitted = self._compiled(lambda found: None)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -97,7 +97,7 @@ class Fused(Generic[P, R]):
         given = [leaves[i] for i in places]
         closed, like = jax.make_jaxpr(call, return_shape=True)(*given)
         program = program_of(closed)
-        found = split(program, self._asked, is_strict=self._strict)
+        found = split(program, self._settings, is_strict=self._strict)
         if is_strict:
             check_one_kernel(_name(self._function), found)
         seen(found)
@@ -108,7 +108,7 @@ class Fused(Generic[P, R]):
 
         def compute(*given: jax.Array) -> list[jax.Array]:
             made: Arrays = dict(zip(arrays, given, strict=True))
-            _run_steps(found, made, self._asked)
+            _run_steps(found, made, self._settings)
             return [as_array(x, made) for x in program.results]
 
         operands = [*arrays.values()]
@@ -124,10 +124,10 @@ class Fused(Generic[P, R]):
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def _run_steps(found: Split, arrays: Arrays, asked: Asked) -> None:
+def _run_steps(found: Split, arrays: Arrays, settings: Settings) -> None:
     for step in found.steps:
         if isinstance(step, Kernel):
-            call = asked.options(step.work.params["precision"])
+            call = settings.options(step.work.params["precision"])
             step.run(arrays, replace(call, exact_dtypes=True))
         else:
             step.run(arrays)

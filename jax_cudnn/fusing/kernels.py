@@ -32,8 +32,8 @@ from jax_cudnn.lowering import (
 from jax_cudnn.ops.common.fusion import Fusion, Result
 from jax_cudnn.ops.common.score_independent import External
 from jax_cudnn.ops.common.tracing import (
-    Made,
     Step,
+    StepResult,
     UntraceableError,
     check_count,
     write_equation,
@@ -72,7 +72,7 @@ class Kernel:
 
     ``made`` says which step makes a value, and ``views`` how its axes lie. ``reduced``
     are the steps that are reductions, with the axes of the kernel's tensor along
-    which they are, and ``casts`` says of what each cast of one is: XLA casts behind the
+    which they are, and ``casts`` says of what each cast of one is: XLA casts after the
     kernel. ``graph`` and ``options`` are what it was run as.
     """
 
@@ -82,7 +82,7 @@ class Kernel:
     reduced: dict[int, frozenset[int]] = field(default_factory=dict)
     casts: dict[Value, Value] = field(default_factory=dict)
     roundings: dict[int, Rounding] = field(default_factory=dict)
-    made: dict[Value, Made] = field(default_factory=dict)
+    made: dict[Value, StepResult] = field(default_factory=dict)
     views: dict[Value, View] = field(default_factory=dict)
     outputs: tuple[Value, ...] = ()
     graph: Graph | None = None
@@ -92,7 +92,7 @@ class Kernel:
         """Begin with the contraction."""
         self.works.append(self.contraction.operation)
         (result,) = self.contraction.operation.outputs
-        self.made[result] = Made(0)
+        self.made[result] = StepResult(0)
         self.views[result] = self.contraction.view
 
     @property
@@ -172,7 +172,7 @@ class Kernel:
         self.made[output] = self._written(work, view, makers)
         self.views[output] = view
 
-    def _written(self, work: Work, view: View, makers: Makers) -> Made:
+    def _written(self, work: Work, view: View, makers: Makers) -> StepResult:
         (output,) = work.outputs
         start = len(self.steps)
         self._check_dtype(output)
@@ -183,7 +183,7 @@ class Kernel:
             (x,) = (self.made[x] for x in work.reads)
             self._check_cast(work)
             self.steps.append(Step("identity", (x.position,)))
-            made = Made(len(self.steps))
+            made = StepResult(len(self.steps))
         else:
             args = [self._argument(x, view, makers) for x in work.inputs]
             dtype = next(
@@ -191,7 +191,7 @@ class Kernel:
                 np.dtype(np.float64 if self.dtypes == ("f64",) else np.float32),
             )
             written = write_equation(work.jaxpr, work.equation, args, self.steps, dtype)
-            if not isinstance(written, Made):
+            if not isinstance(written, StepResult):
                 raise UntraceableError("it does not depend on the contraction")
             made = written
         if made.position > start and not made.is_bool:
@@ -204,7 +204,7 @@ class Kernel:
         made = self.made.get(x)
         return made is not None and made.position in self.reduced
 
-    def _reduction(self, work: Operation, view: View) -> tuple[Made, View]:
+    def _reduction(self, work: Operation, view: View) -> tuple[StepResult, View]:
         """Write a reduction; return it, and how its axes lie."""
         (x,), (output,) = work.inputs, work.outputs
         assert isinstance(x, Value)
@@ -225,16 +225,16 @@ class Kernel:
         position = len(self.steps)
         self.reduced[position] = axes
         self.roundings[position] = Rounding(_name_of(output.dtype))
-        return Made(position), reduced
+        return StepResult(position), reduced
 
-    def _activation(self, work: Activation, x: Made) -> Made:
+    def _activation(self, work: Activation, x: StepResult) -> StepResult:
         form = work.form
         self.steps.append(Step(form.mode, (x.position,)))
         position = len(self.steps)
         self.roundings[position] = Rounding(alpha=form.alpha)
         if form.factor is not None:
             self.steps.append(Step("mul", (position, form.factor)))
-        return Made(len(self.steps))
+        return StepResult(len(self.steps))
 
     def _check_dtype(self, x: Atom) -> None:
         name = dtype_name(x.dtype)
@@ -354,7 +354,7 @@ def _letters(count: int) -> str:
 
 # --- reading what surrounds a kernel --------------------------------------------------
 
-# The axes of a product's tensor behind that of its batch.
+# The axes of a matmul's tensors other than the batch.
 _ROWS, _COLUMNS = 1, 2
 # The operations that a kernel ends with, and their modes.
 REDUCTIONS = {"reduce_max": "max", "reduce_min": "min", "reduce_sum": "add"}

@@ -125,7 +125,7 @@ _AnyWork = TypeVar("_AnyWork", bound=_Work)
 
 
 class Program(NamedTuple):
-    """A function as a list of operations, each behind those whose results it reads."""
+    """A function as a list of operations, each after those whose results it reads."""
 
     operations: tuple[Operation, ...]
     inputs: tuple[Value, ...]
@@ -146,10 +146,10 @@ def needed(works: Sequence[_AnyWork], results: Iterable[Atom]) -> list[_AnyWork]
 
 def program_of(closed: Any) -> Program:
     """Return the program of a traced function, without what leads to nothing."""
-    opened = _Opened()
+    opened = _Inliner()
     values = {variable: Value(variable.aval) for variable in closed.jaxpr.invars}
     atoms: dict[Any, Atom] = dict(values)
-    results = opened.open(closed.jaxpr, closed.consts, atoms, "")
+    results = opened.inline(closed.jaxpr, closed.consts, atoms, "")
     return Program(
         operations=tuple(needed(opened.operations, results)),
         inputs=tuple(values.values()),
@@ -158,14 +158,14 @@ def program_of(closed: Any) -> Program:
     )
 
 
-class _Opened:
+class _Inliner:
     """The operations of a jaxpr and of those that are called in it."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.constants: dict[Value, Any] = {}
 
-    def open(
+    def inline(
         self, jaxpr: Any, consts: Sequence[Any], atoms: dict[Any, Atom], place: str
     ) -> tuple[Atom, ...]:
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
@@ -199,13 +199,13 @@ class _Opened:
     def _equation(
         self, jaxpr: Any, equation: Any, inputs: tuple[Atom, ...], place: str
     ) -> Iterable[Atom]:
-        if (inner := _opens(equation)) is not None:
+        if (inner := _is_inlined(equation)) is not None:
             called, consts = (
                 getattr(inner, "jaxpr", inner),
                 getattr(inner, "consts", ()),
             )
             atoms = dict(zip(called.invars, inputs, strict=True))
-            return self.open(called, consts, atoms, place)
+            return self.inline(called, consts, atoms, place)
         if (chosen := _known_choice(equation, inputs)) is not None:
             return (chosen,)
         if inputs and all(isinstance(x, Number) for x in inputs):
@@ -221,7 +221,7 @@ def _is_number(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
-def _opens(equation: Any) -> Any:
+def _is_inlined(equation: Any) -> Any:
     """Return the jaxpr of a jitted function that computes no more than this, or None.
 
     Not so does one that says how it is sharded or compiled, or that is never inlined.

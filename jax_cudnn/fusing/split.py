@@ -15,12 +15,17 @@ from jax_cudnn.fusing.kernels import REDUCTIONS, Kernel
 from jax_cudnn.fusing.known import Activation, with_activations
 from jax_cudnn.fusing.norms import Norm, norms_of
 from jax_cudnn.fusing.program import Arrays, Operation, Program, Value, needed
-from jax_cudnn.fusing.whole import Asked, Whole, whole, why_left
+from jax_cudnn.fusing.standalone import (
+    Settings,
+    StandaloneKernel,
+    standalone_kernel,
+    why_left,
+)
 
 Work = Operation | Activation | Norm
 
 
-class Left(NamedTuple):
+class LeftToXla(NamedTuple):
     """An operation that XLA keeps, and why."""
 
     work: Operation | Activation
@@ -39,27 +44,27 @@ class Split:
     """
 
     program: Program
-    steps: tuple[Kernel | Whole | Left, ...]
+    steps: tuple[Kernel | StandaloneKernel | LeftToXla, ...]
     norms: Mapping[Work, str]
 
     @property
-    def kernels(self) -> tuple[Kernel | Whole, ...]:
+    def kernels(self) -> tuple[Kernel | StandaloneKernel, ...]:
         """The kernels, in the order in which they run."""
-        return tuple(step for step in self.steps if not isinstance(step, Left))
+        return tuple(step for step in self.steps if not isinstance(step, LeftToXla))
 
     @property
-    def left(self) -> tuple[Left, ...]:
+    def left(self) -> tuple[LeftToXla, ...]:
         """The operations that XLA keeps, in the order in which they run."""
-        return tuple(step for step in self.steps if isinstance(step, Left))
+        return tuple(step for step in self.steps if isinstance(step, LeftToXla))
 
 
-def split(program: Program, asked: Asked, *, is_strict: bool = False) -> Split:
+def split(program: Program, settings: Settings, *, is_strict: bool = False) -> Split:
     """Return the kernels that a program is made of, and what is left for XLA.
 
     In a strict split all norms are kernels.
     """
     norms = norms_of(program)
-    left = {} if is_strict else {norm: why_left(norm, asked) for norm in norms.found}
+    left = {} if is_strict else {norm: why_left(norm, settings) for norm in norms.found}
     taken = [norm for norm in norms.found if not left.get(norm)]
     works = needed(_with_norms(with_activations(program), taken), program.results)
     reasons: dict[Work, str] = {**norms.reasons}
@@ -68,7 +73,7 @@ def split(program: Program, asked: Asked, *, is_strict: bool = False) -> Split:
             reasons |= dict.fromkeys(norm.parts, reason)
     refused: dict[Work, str] = {}
     while True:
-        found = _Assignment(program, works, refused, reasons, asked)
+        found = _Assignment(program, works, refused, reasons, settings)
         more = found.unwanted(is_strict=is_strict)
         if not more:
             return Split(program=program, steps=found.ordered(), norms=reasons)
@@ -101,7 +106,7 @@ class _Assignment:
         works: Iterable[Work],
         refused: Mapping[Work, str],
         norms: Mapping[Work, str],
-        asked: Asked,
+        settings: Settings,
     ) -> None:
         self._program = program
         self._works = tuple(works)
@@ -110,7 +115,11 @@ class _Assignment:
         self._kernel_of: dict[Work, Kernel] = {}
         self._norms = norms
         self._reasons: dict[Work, str] = {}
-        self._wholes: dict[Work, Whole] = {}
+        self._standalone: dict[Work, StandaloneKernel] = {}
+        # For y = gelu(x @ w1 + b) and z = y @ w2 + x, the values from x @ w1 to y have
+        # level 1, and those from y @ w2 to z have level 2. The last addition may be in
+        # kernel 2: x has level 0, so it is known before the kernel runs. If an operand
+        # were of level 2 and made by XLA from the kernel's result, it could not be.
         levels: dict[Value, int] = {}
         # The kernel of each level, but those that began before an effect.
         kernels: dict[int, Kernel] = {}
@@ -118,8 +127,8 @@ class _Assignment:
         for work in self._works:
             level = max((levels.get(x, 0) for x in work.reads), default=0)
             kernel = self._begun(work)
-            if (alone := whole(work, asked)) is not None:
-                self._wholes[work] = alone
+            if (alone := standalone_kernel(work, settings)) is not None:
+                self._standalone[work] = alone
             elif kernel is not None:
                 count += 1
                 level = count
@@ -127,7 +136,7 @@ class _Assignment:
             elif level in kernels:
                 self._joined(work, kernels[level], levels, level)
             if work.has_effects:
-                # What follows an effect stays behind it.
+                # What follows an effect stays after it.
                 kernels.clear()
             levels |= dict.fromkeys(work.outputs, level)
         self._levels = levels
@@ -161,8 +170,8 @@ class _Assignment:
             return
         if work in self._refused:
             reason = self._refused[work]
-        elif any(self._makers.get(x) in self._wholes for x in outside):
-            reason = _FOLLOWS_WHOLE
+        elif any(self._makers.get(x) in self._standalone for x in outside):
+            reason = _FOLLOWS_STANDALONE
         elif any(levels.get(x, 0) == level for x in outside):
             reason = "it reads what XLA makes of the kernel's result"
         elif work.name in _KEPT and work.name not in REDUCTIONS:
@@ -266,11 +275,11 @@ class _Assignment:
 
     # --- the order --------------------------------------------------------------------
 
-    def ordered(self) -> tuple[Kernel | Whole | Left, ...]:
+    def ordered(self) -> tuple[Kernel | StandaloneKernel | LeftToXla, ...]:
         """Return what is needed, in an order in which it can run."""
         needed = self._needed()
         done: set[Work | Kernel] = set()
-        steps: list[Kernel | Whole | Left] = []
+        steps: list[Kernel | StandaloneKernel | LeftToXla] = []
         for work in self._works:
             pending: list[Work] = [work] if work in needed else []
             while pending:
@@ -290,14 +299,14 @@ class _Assignment:
                     pending += reversed(before)
         return tuple(steps)
 
-    def _as_step(self, step: Work | Kernel) -> Kernel | Whole | Left:
+    def _as_step(self, step: Work | Kernel) -> Kernel | StandaloneKernel | LeftToXla:
         if isinstance(step, Kernel):
             return step
-        if step in self._wholes:
-            return self._wholes[step]
+        if step in self._standalone:
+            return self._standalone[step]
         assert not isinstance(step, Norm), "norms are kernels of their own"
         reasons = (self._norms.get(step), self._reasons.get(step))
-        return Left(step, next(filter(None, reasons), "") or self._reason(step))
+        return LeftToXla(step, next(filter(None, reasons), "") or self._reason(step))
 
     def _reason(self, work: Work) -> str:
         """Return why XLA keeps an operation that no kernel was asked to take."""
@@ -307,8 +316,8 @@ class _Assignment:
             return _OWN_RULE
         if is_free(work):
             return "it moves nothing"
-        if any(self._makers.get(x) in self._wholes for x in work.reads):
-            return _FOLLOWS_WHOLE
+        if any(self._makers.get(x) in self._standalone for x in work.reads):
+            return _FOLLOWS_STANDALONE
         if any(self._levels.get(x, 0) for x in work.reads):
             return "it follows operations of XLA's"
         return "it depends on no contraction"
@@ -343,7 +352,7 @@ _FUSED_BY_XLA = frozenset(
         *("tan", "tanh"),
     )
 )
-_FOLLOWS_WHOLE = "norms and calls of jax_cudnn's take nothing of what follows"
+_FOLLOWS_STANDALONE = "norms and calls of jax_cudnn's take nothing of what follows"
 _OWN_RULE = "it has a derivative rule of its own, which a graph cannot keep"
 # What no kernel takes.
 _KEPT = {

@@ -21,7 +21,7 @@ The other fields of a row, all optional:
 
 ==============  ========================================================================
 attributes      name: bool, integer, number, string, strings or "integers" and the
-                letter that they have one entry for; ">= 1" for each. A value behind
+                letter that they have one entry for; ">= 1" for each. A value after
                 "default" is left out of a graph's text; "entries" are how many a list
                 may have
 with            operands, each with what is different of a node that has it: roles that

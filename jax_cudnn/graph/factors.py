@@ -58,7 +58,7 @@ class Factors:
     ``sizes``: of each factor. ``axes``: for each tensor, for each axis of its array,
     the factors whose sizes it multiplies. ``whole``: those that are not to be divided.
     ``partial``: for each tensor, the factors over which it is a sum; where they are
-    divided, each device has its own share of the sum. Likewise for the tensors in
+    divided, each device has a partial sum. Likewise for the tensors in
     ``maxima``, which are maxima instead.
     """
 
@@ -125,7 +125,7 @@ class _Reader:
         whole = {n for (letter, _), n in numbers.items() if letter in self._whole}
         partial = self._partial(axes, numbers)
         whole |= _read_partial(self._graph, self._kernel, partial)
-        # Devices add up their shares, and nothing else.
+        # Devices add up partial sums, and combine nothing else.
         for node in filter(is_max_or_min, self._graph.nodes):
             whole |= set().union(*(partial[name] for _, name in node.outputs))
         return Factors(
@@ -166,6 +166,9 @@ class _Reader:
 
     def _divide_letters(self) -> bool:
         """Divide letters where subaxes of an axis end; whether any was divided."""
+        # The rows "m", 14 of them, are an axis with subaxes (2, 7), which end at 7 and
+        # 14 elements from the fastest. So the bounds of m, {1, 14}, become {1, 7, 14},
+        # and its factors are 7 and 14 / 7 = 2.
         before = {letter: len(bounds) for letter, bounds in self._bounds.items()}
         for tensor in self._graph.tensors:
             for axis, subaxes in zip(

@@ -129,10 +129,10 @@ def _operand(node: Node, role: str, name: str) -> str:
     return name if is_elementwise else _role(role, name)
 
 
-def _role(role: str, name: str, told: str = "") -> str:
+def _role(role: str, name: str, shown: str = "") -> str:
     # The sole result of most nodes is in the role "output".
     is_plain = role in (name, "output")
-    return f"{name}{told}" if is_plain else f"{role}={name}{told}"
+    return f"{name}{shown}" if is_plain else f"{role}={name}{shown}"
 
 
 def _commas(numbers: tuple[int, ...]) -> str:
@@ -172,8 +172,8 @@ def _picture(graph: Graph) -> tuple[list[_Box], list[_Arrow]]:
         lines = (_operation(node), *_attributes(node))
         boxes.append(_Box(id=f"n{i}", lines=lines, shape="node"))
         for role, name in node.inputs:
-            source, told = sources[name]
-            label = told if role == name else f"{role}: {told}" if told else role
+            source, shown = sources[name]
+            label = shown if role == name else f"{role}: {shown}" if shown else role
             arrows.append(_Arrow(source=source, target=f"n{i}", label=label))
         for role, name in node.outputs:
             if name in graph.outputs:

@@ -244,6 +244,8 @@ def _factor(
     sizes: Sizes,
 ) -> None:
     """Find the letters that stand beside others on every axis, by division."""
+    # The query heads of attention are an axis "kg", and the key heads an axis "k". With
+    # 8 query heads and 2 key heads, g is 8 / 2 = 4.
     while True:
         found = False
         for role in present:

@@ -59,20 +59,22 @@ def legalize(part: Graph, target: Target | None) -> Legalization:
 def _within_limits(
     part: Graph, found: Legalization, target: Target | None
 ) -> Legalization:
-    """Return a legalisation without the ways that a limit of cuDNN is in the way of."""
+    """Return a legalisation without the rewrites that a limit of cuDNN forbids."""
     is_lacking = any(limit.lacking for limit in limits.met(part, target))
-    ways = () if is_lacking else found.candidates
-    kept = tuple(way for way in ways if not limits.met(way.graph, target))
+    rewrites = () if is_lacking else found.candidates
+    kept = tuple(
+        rewrite for rewrite in rewrites if not limits.met(rewrite.graph, target)
+    )
     if kept:
         return replace(found, candidates=kept)
-    told = {
-        limit: limit.told_of(graph, target)
-        for graph in (*(way.graph for way in ways), part)
+    message = {
+        limit: limit.message_for(graph, target)
+        for graph in (*(rewrite.graph for rewrite in rewrites), part)
         for limit in limits.met(graph, target)
     }
-    if not told:
+    if not message:
         return found
     return Legalization(
-        reasons=(*found.reasons, *told.values()),
+        reasons=(*found.reasons, *message.values()),
         advice=found.advice or ADVICE,
     )

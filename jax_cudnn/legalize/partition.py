@@ -63,6 +63,9 @@ def _give_to_epilogues(
 
     The activation of a saved value in a gradient, for one: its memory is spared.
     """
+    # The gradient of a gated MLP has (g @ w2^T) * silu(z), where z was saved. silu(z)
+    # depends on no contraction, and only the epilogue of this matmul reads it. So it
+    # moves into that epilogue.
     for node in reversed(graph.nodes):
         (name, *others) = made_by([node])
         if last[node] >= 0 or node.kind != "pointwise" or others:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling as cuDNN takes it; axis letters and roles as in graph/pooling.py.
+"""Rewrites pooling for cuDNN; axis letters and roles as in graph/pooling.py.
 
 One spatial axis becomes two, the first of size 1. Arrays are transposed to
 channels-last. Padding that cuts is done on the array. Where cuDNN would be wrong, bf16
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.pooling import PoolAttributes
-from jax_cudnn.legalize.common.editor import Env, GraphEditor, Rare
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, SlowPath
 from jax_cudnn.legalize.common.images import (
     add_ends,
     add_spatial_axis,
@@ -119,5 +119,7 @@ def _take_infinities(editor: GraphEditor, graph: Graph) -> None:
     def after(env: Env, results: Env) -> None:
         (results["output"],) = evaluate(graph, [env["x"]])
 
-    editor.rare = Rare(happens=lambda env: jnp.any(jnp.isneginf(env["x"])), after=after)
+    editor.slow_path = SlowPath(
+        is_needed=lambda env: jnp.any(jnp.isneginf(env["x"])), after=after
+    )
     editor.notes.append("an array that holds -inf is pooled by XLA")

@@ -76,8 +76,8 @@ class Row:
             return reason
         return f"{reason}. Use cuDNN {_short(self.fixed)} or newer"
 
-    def told(self, target: Target | None, roles: Mapping[str, Tensor]) -> str:
-        """Return what a user of a target is told, for the tensors of a node."""
+    def message(self, target: Target | None, roles: Mapping[str, Tensor]) -> str:
+        """Return the message for a user of a target, given the tensors of a node."""
         if not self.words:
             return self.reason
         cudnn = version_text(target.cudnn_version) if target is not None else "this"
@@ -102,9 +102,9 @@ class Limit(Row):
         """Whether it is in the way of a graph on a target."""
         return self.is_here(target) and bool(self._nodes(graph))
 
-    def told_of(self, graph: Graph, target: Target | None) -> str:
-        """Return what a user is told whose graph meets it."""
-        return self.told(target, roles_in(graph, self._nodes(graph)[0]))
+    def message_for(self, graph: Graph, target: Target | None) -> str:
+        """Return the message for a user whose graph meets it."""
+        return self.message(target, roles_in(graph, self._nodes(graph)[0]))
 
     def _nodes(self, graph: Graph) -> list[Node]:
         nodes = [node for node in graph.nodes if node.kind in self.kinds]

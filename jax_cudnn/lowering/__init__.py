@@ -19,7 +19,7 @@ from jax_cudnn.lowering._jax import (
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.layouts import LAYOUT_TARGET, in_row_order
-from jax_cudnn.lowering.linear import run_by_hand, with_derivative_of
+from jax_cudnn.lowering.linear import run_with_gradient, with_derivative_of
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.remat import (
@@ -102,10 +102,10 @@ __all__ = [
     "min_dim",
     "partial_axes",
     "product_result",
-    "run_by_hand",
     "run_contender",
     "run_cudnn",
     "run_graph",
+    "run_with_gradient",
     "run_xla",
     "same_function",
     "same_parameters",

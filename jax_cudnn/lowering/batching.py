@@ -180,6 +180,9 @@ def _linear_batch(
     shapes = _shapes(primals, primal_axes)
     if _axis_size(args, axes) == 0:
         return _no_examples(graph, shapes)
+    # A matmul x @ w, differentiated by w: `moving` is [1]. If the tangent of w has
+    # examples and w has none, w is treated as if it had them: the folded graph has one
+    # tensor for both.
     moving = [i for i, is_wanted in enumerate(wanted) if is_wanted]
     is_batched = [axis is not None for axis in primal_axes]
     for i, axis in zip(moving, tangent_axes, strict=True):

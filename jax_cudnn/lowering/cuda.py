@@ -155,7 +155,7 @@ def _read_by_sums(graph: Graph) -> dict[str, Keep]:
 def run_cudnn(step: PartDecision, *operands: jax.Array) -> Sequence[jax.Array]:
     """Return the part's results by cuDNN, with the array work before and after it."""
     assert step.rewrite is not None, "XLA runs the others"
-    run = _run_cudnn if step.rewrite.usual is None else _run_shared
+    run = _run_cudnn if step.rewrite.fast_path is None else _run_shared
     return run(step, *operands)
 
 

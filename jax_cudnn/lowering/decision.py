@@ -65,7 +65,7 @@ class Attempt:
 
     @classmethod
     def left_to_xla(cls, way: str, reason: str) -> "Attempt":
-        """Return a way that is not taken on purpose."""
+        """Return a rewrite that is not taken on purpose."""
         return cls(way=way, reasons=(reason,), is_refusal=False)
 
 
@@ -162,7 +162,7 @@ def decide(graph: Graph, options: Options) -> Decision:
 
 
 def forget_decisions() -> None:
-    """Decide anew what was decided before, for when the plans behind it are gone."""
+    """Decide anew what was decided before, for when its plans are gone."""
     _decide.cache_clear()
 
 
@@ -196,6 +196,8 @@ def decide_part(
     measured = None
     if target is not None:
         measured = choices.chosen(part, target, request, trial)
+    # What was measured decides first. A contender that is not there any more leaves the
+    # part to the fastest of the others.
     if gpu is not None and measured is not None and measured.is_contenders:
         if (step := _contended(part, measured, gpu, options)) is not None:
             return step
@@ -217,6 +219,9 @@ def decide_part(
         step = _pinned(part, legalization, measured, gpu, options)
         if step is not None or not has_contraction:
             return step or PartDecision(part=part)
+    # Nothing was measured, or what was is not there: rewrites are tried in order. If
+    # the first has no plan and the second would get a slow engine, the third one runs
+    # the part, and `attempts` has the first two, for `plans.explain` to show.
     attempts: list[Attempt] = []
     by: list[str] = []
     if legalization.reasons:
@@ -259,8 +264,8 @@ def decide_part(
                 continue
             if is_auto and not request and ranked.is_slow_by(plan.engine):
                 is_slow = plan.engine in ranked.slow_engines
-                told = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
-                attempts.append(Attempt.left_to_xla(way, told))
+                shown = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
+                attempts.append(Attempt.left_to_xla(way, shown))
                 by.append(ranked.engines_by)
                 continue
         return PartDecision(
@@ -346,8 +351,8 @@ def _pinned(
     if options.exact_dtypes and rewrite.rounds_sums:
         return None
     if is_by_place(measured.plan) and not gpu.is_here:
-        told = "its plan is pinned by its place in the list of a GPU that is here"
-        _say_stale_once(summary(part), told)
+        shown = "its plan is pinned by its place in the list of a GPU that is here"
+        _say_stale_once(summary(part), shown)
         return None
     try:
         json = to_json(rewrite.graph)
@@ -355,8 +360,8 @@ def _pinned(
             return None
         plan = gpu.plan(json, measured.plan)
         if refused := _refused_notes(options, plan):
-            told = f"its plan has the note {refused}, which is refused"
-            _say_stale_once(summary(part), told)
+            shown = f"its plan has the note {refused}, which is refused"
+            _say_stale_once(summary(part), shown)
             return None
     except (GraphError, UnsupportedError) as error:
         _say_stale_once(summary(part), str(error))
@@ -377,10 +382,10 @@ def _pinned(
 def rewritten_as(
     part: Graph, legalization: Legalization, target: Target, digest: str
 ) -> Rewrite | None:
-    """Return the way to write a part with that digest; without one, the first way."""
+    """Return the rewrite of a part with that digest; without one, the first rewrite."""
     if not digest:
-        ways = rank(part, legalization.candidates, target)
-        return ways[0].rewrite if ways else None
+        ranked = rank(part, legalization.candidates, target)
+        return ranked[0].rewrite if ranked else None
     for rewrite in legalization.candidates:
         if digest == choices.digest_of(rewrite.graph):
             return rewrite

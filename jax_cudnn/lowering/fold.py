@@ -54,6 +54,9 @@ class Fold:
         if tensor.name not in self.rule.axes:
             assert axis is None, f"{tensor.name} has examples but is shared"
             return x
+        # An array (1, 2, 7, 24) has 14 rows with subaxes (2, 7). Three examples fold
+        # into 42 rows: (3, 1, 2, 7, 24) -> (1, 3, 2, 7, 24). The bias that is added to
+        # these rows is broadcast to all of them: (3, 1, 1, 5) -> (1, 3, 2, 7, 5).
         before, own, after = self._split(tensor)
         place = len(before)
         x = jnp.expand_dims(x, place) if axis is None else jnp.moveaxis(x, axis, place)
@@ -88,6 +91,8 @@ class Fold:
 
     def _full(self, tensor: Tensor) -> Shape:
         """Return the subaxes of that axis after it is broadcast to what it meets."""
+        # For a bias (1, 1, 5) that is added to 14 rows with subaxes (2, 7), return
+        # (2, 7).
         size = self.rule.sizes[tensor.name]
         for each in (tensor, *self.original.tensors):
             if each.name in self.rule.axes:

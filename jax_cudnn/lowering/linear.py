@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A derivative whose transpose is given, not derived, under JAX's transformations.
+"""Gives functions a gradient of their own that composes with JAX's transformations.
 
 For functions of several graphs and collectives. Forward mode evaluates the derivative,
 reverse mode the transpose. JAX's own ``linear_call`` has no vmap and no second order.
@@ -207,7 +207,7 @@ def _meaning_jvp(
 # --- functions of named operands ------------------------------------------------------
 
 
-class ByHand(Protocol):
+class WithGradient(Protocol):
     """A function of named operands whose gradient is written by hand.
 
     Hashable, and equal to its equals.
@@ -241,14 +241,16 @@ class ByHand(Protocol):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def run_by_hand(function: ByHand, given: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+def run_with_gradient(
+    function: WithGradient, given: dict[str, jax.Array]
+) -> tuple[jax.Array, ...]:
     """Return the function's results, differentiable in both modes and any order."""
     return tuple(function.forward(given))
 
 
-@functools.partial(run_by_hand.defjvp, symbolic_zeros=True)
-def _by_hand_jvp(
-    function: ByHand,
+@functools.partial(run_with_gradient.defjvp, symbolic_zeros=True)
+def _with_gradient_jvp(
+    function: WithGradient,
     primals: tuple[dict[str, jax.Array]],
     tangents: tuple[dict[str, Any]],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -270,7 +272,7 @@ def _by_hand_jvp(
 class _Derivative:
     """The derivative along the operands that move, and its transpose."""
 
-    function: ByHand
+    function: WithGradient
     roles: tuple[str, ...]
     moving: tuple[str, ...]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's graph in a program for several devices: XLA's partitioner divides it.
+"""Has XLA's partitioner divide a kernel's graph in a program for several devices.
 
 The lowering emits one custom call for each kernel, on arrays of full size, with a
 sharding rule that names the factors of their axes. While XLA compiles, it propagates
@@ -36,11 +36,11 @@ from jax_cudnn.lowering.scope import scope, scoped
 from jax_cudnn.lowering.sharding.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.sharding.explicit import run_explicit
+from jax_cudnn.lowering.sharding.one_device import Collectives, run_on_device
 from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.sharding.sharding_rule import factors_at, sharding_rule
-from jax_cudnn.lowering.sharding.share import Collectives, run_share
 from jax_cudnn.lowering.sharding.subaxes import all_subaxes
-from jax_cudnn.lowering.sharding.sums import scattering, told_of_shares
+from jax_cudnn.lowering.sharding.sums import note_on_partial_sums, scattering
 from jax_cudnn.lowering.sharding.xla_forms import bytecode, parts_of
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -296,7 +296,10 @@ class _Call:
             else:
                 programs = _XLA_PROGRAMS
                 if any(map(is_anchor, graph.nodes)):
-                    remarks = (self._options.remark, told_of_shares(graph, division))
+                    remarks = (
+                        self._options.remark,
+                        note_on_partial_sums(graph, division),
+                    )
                     options = replace(
                         self._options, remark=" ".join(filter(None, remarks))
                     )
@@ -305,7 +308,7 @@ class _Call:
 
         def body(*operands: jax.Array) -> list[jax.Array]:
             subaxes = all_subaxes(self.graph, self._shapes)
-            return run_share(
+            return run_on_device(
                 self.graph,
                 subaxes,
                 division,
@@ -341,11 +344,15 @@ def _groups(
     over: frozenset[int],
     cut: DeviceCut | None,
 ) -> _jax.Groups:
-    """Return which devices add up their shares: those that differ only along `over`.
+    """Return which devices add up partial sums: those that differ only along `over`.
 
     Where several devices have the same part, each of these joins one group. Groups are
-    in the order of the parts of a sum that is scattered by a cut, or of the shares.
+    in the order of the parts of a sum that is scattered by a cut, or of the partial
+    sums.
     """
+    # Of 4 devices, rows are cut as (0, 0, 1, 1) and the contraction as (0, 1, 0, 1).
+    # Over the contraction, devices 0 and 1 add up the first half of the rows, and 2 and
+    # 3 the other: ((0, 1), (2, 3)).
     found: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = {}
     for device in range(devices):
         cuts = [division.cuts[f] for f in sorted(over)] if cut is None else [cut]

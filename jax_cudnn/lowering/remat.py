@@ -248,6 +248,11 @@ def _divided(equation: Any, saved: _Saved, answer: Any) -> tuple[Any, Any, list[
     The first equation has copies of the saved results as further results, if these are
     saved elsewhere. The second one gives the results that are not at hand.
     """
+    # For example, a graph returns gelu(z) and z = x @ w, and the policy saves matmuls.
+    # Then `saved.places` is (1,), the first equation is the kernel, and the second one
+    # computes gelu(z) from z: `results_again` is [0]. If the policy offloads z, the
+    # first equation has a third result, the copy in the host's memory. The second one
+    # copies it back and gives both results.
     count = len(equation.outvars)
     moves = isinstance(answer, Offloadable)
     results_again = [i for i in range(count) if moves or i not in saved.places]

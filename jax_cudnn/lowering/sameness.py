@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares two functions with derivative rules of their own.
+"""Decides whether two functions with custom derivative rules are the same.
 
 JAX keeps no name by which to know the function that a `custom_jvp_call` came from. So
 both are compared as programs: what they compute, and what their rules compute.

@@ -174,8 +174,10 @@ def stage_of(program: object) -> Traced | Lowered | Compiled | None:
         return program
     # Attributes of the classes in flax.nnx.transforms.compilation (0.12.8 to 0.12.12),
     # which is not imported here: flax is optional.
-    held = (getattr(program, name, None) for name in ("traced", "lowered", "compiled"))
-    return next((each for each in held if isinstance(each, _STAGES)), None)
+    stages = (
+        getattr(program, name, None) for name in ("traced", "lowered", "compiled")
+    )
+    return next((each for each in stages if isinstance(each, _STAGES)), None)
 
 
 def check_bare(

@@ -123,7 +123,7 @@ class PlanBuilders:
 def plan_builders(target: Target, ordinal: int, count: int) -> Iterator[PlanBuilders]:
     """Let so many processes build plans for a GPU of this machine, started when asked.
 
-    They end behind the block, without anyone waiting.
+    They end after the block, without anyone waiting.
     """
     processes = _processes(count)
     builders = PlanBuilders(target, ordinal, processes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU by its name, planned for as if it were here."""
+"""Plans for a GPU by its name, as if it were here."""
 
 import dataclasses
 import functools

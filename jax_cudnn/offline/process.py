@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Talking to the process that plans: started when first asked, and again after a crash.
+"""Starts the process that plans, talks to it, and starts it again after a crash.
 
 A question and its answer are a line of JSON each. The process is shared by all threads,
 one question at a time, and ends with this one.

@@ -51,7 +51,7 @@ class Layout:
     """The layout of a call's arrays over devices, and how these work together.
 
     The ``count`` devices of ``axis_name`` share a sequence in this ``order``, of which
-    an array has one ``shares``th part. ``whole`` makes an array of the whole sequence,
+    an array has one ``shards``th part. ``whole`` makes an array of the whole sequence,
     in its order, of numbers of the tokens (b, tokens). ``positions`` are those of
     queries and keys in bias and mask, given how many a device has.
     """
@@ -60,7 +60,7 @@ class Layout:
     method: Method
     order: Order
     count: int
-    shares: int
+    shards: int
     whole: Callable[[jax.Array], jax.Array]
     positions: Callable[[int, int], Positions]
 
@@ -101,10 +101,10 @@ def check_arguments(
             *(tokens["query"], tokens["key"], tokens["value"]),
             *(visibility.bias, visibility.mask),
             *(visibility.query_seq_lengths, visibility.key_value_seq_lengths),
-            shares=layout.shares,
+            shards=layout.shards,
         )
         _, s, h, d = operands.query.shape
-        counts = TokenCounts(s * layout.shares, operands.key_count * layout.shares)
+        counts = TokenCounts(s * layout.shards, operands.key_count * layout.shards)
         checked = given.attributes(visibility, counts, d, operands.query.dtype)
         attributes = SdpaAttributes(**checked.common())
         with_lse = check_flag("sdpa", "return_residual", return_residual)
@@ -155,7 +155,7 @@ def _visibility(
         return visibility._replace(mask=None)  # They are refused next.
     own = [x.shape[-3] for x in arrays]
     mask = _with_whole_segments(given.mask, own, layout)
-    sizes = (size * layout.shares for size in own)
+    sizes = (size * layout.shards for size in own)
     return joined_predicates(mask, visibility._replace(mask=None), *sizes)
 
 
@@ -173,7 +173,7 @@ def _with_whole_segments(mask: Mask, own: list[int], layout: Layout) -> Mask:
             continue
         array = as_operand("sdpa", f"Segments.{name}", numbers)
         if array.ndim not in (1, 2) or array.shape[-1] != size:
-            whose = "of this device " if layout.shares > 1 else ""
+            whose = "of this device " if layout.shards > 1 else ""
             raise ValueError(
                 f"sdpa: Segments.{name} is {describe(array)}. It must have one number "
                 f"per {name} {whose}in the order of the tokens, shape [{size}] or "
@@ -188,7 +188,7 @@ def _check_halves(operands: Operands, layout: Layout) -> None:
     if layout.order != "zigzag":
         return
     for name, x in (("query", operands.query), ("key", operands.key)):
-        own = x.shape[1] * layout.shares // layout.count
+        own = x.shape[1] * layout.shards // layout.count
         if own % 2:
             raise ValueError(
                 f"sdpa: each device holds {own} tokens of {name}. In zigzag order it "
@@ -211,7 +211,7 @@ def _unpacked(
     sequence, on each device.
     """
     b = operands.query.shape[0]
-    s, t = (x.shape[1] * layout.shares for x in (operands.query, operands.key))
+    s, t = (x.shape[1] * layout.shards for x in (operands.query, operands.key))
     rows = (operands.query_lengths, operands.key_lengths)
     found = packing(packed, (b, s, t), rows)
     most = longest(packed, s, t)
@@ -256,14 +256,14 @@ def _with_score_mod(
     wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
     b, s, h, _ = operands.query_sizes
     scores = Scores(
-        sizes=(b, h, s * layout.shares, operands.key_count * layout.shares),
+        sizes=(b, h, s * layout.shards, operands.key_count * layout.shards),
         is_causal=attributes.is_causal,
         window=attributes.window,
         is_hidden=operands.may_hide_keys or bool(predicates),
     )
     closed = check_score_mod(function, wide, scores)
     own = (
-        x.shape[1] * layout.shares // layout.count
+        x.shape[1] * layout.shards // layout.count
         for x in (operands.query, operands.key)
     )
     try:

@@ -29,7 +29,7 @@ from jax_cudnn.parallel.order import all_positions, natural, positions_of
 from jax_cudnn.parallel.problem import (
     Method,
     Problem,
-    Shares,
+    Shards,
     base_of,
     bias_shift,
     of_stats,
@@ -242,7 +242,7 @@ def sdpa(
         _layout(axis_name, count, method, order),
         return_residual=return_residual,
     )
-    results = attend_shares(op, checked.arrays, checked.problem)
+    results = attend_shards(op, checked.arrays, checked.problem)
     output, *residual = results if checked.has_batch else [x[0] for x in results]
     return (output, residual[0]) if residual else output
 
@@ -264,29 +264,29 @@ def _layout(axis_name: AxisName, count: int, method: Method, order: Order) -> La
         method=method,
         order=order,
         count=count,
-        shares=count,
+        shards=count,
         whole=whole,
         positions=positions,
     )
 
 
-def attend_shares(
+def attend_shards(
     op: str, arrays: Mapping[str, jax.Array], problem: Problem
 ) -> tuple[jax.Array, ...]:
     """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
 
     The arrays are those of `check_arguments`, as one device has them.
     """
-    shares = Shares.of(_aligned(problem, arrays))
+    shards = Shards.of(_aligned(problem, arrays))
     if problem.method == "all_to_all":
         with on_behalf_of(op, "sdpa"):
-            results = attend_by_heads(op, problem, shares)
+            results = attend_by_heads(op, problem, shards)
     else:
-        results = tuple(_by_blocks(problem, shares))
+        results = tuple(_by_blocks(problem, shards))
     output, *rows = results[: 1 + problem.with_lse]
-    if (overrun := overrun_of(problem, shares)) is None:
+    if (overrun := overrun_of(problem, shards)) is None:
         return (output, *rows)
-    own = shares.query.shape[1]
+    own = shards.query.shape[1]
     positions = positions_of(problem.device, problem.count, own, problem.order)
     return overrun.put(Tokens(own, positions), output, rows)
 
@@ -309,17 +309,17 @@ def check_method(op: str, method: Method) -> None:
         )
 
 
-def _by_blocks(problem: Problem, shares: Shares) -> Partial:
+def _by_blocks(problem: Problem, shards: Shards) -> Partial:
     by = RING if problem.method == "ring" else ALL_GATHER
-    shares, row_bias = without_row_bias(shares)
-    shift = bias_shift(problem, shares)
-    sinks = shares.sinks
+    shards, row_bias = without_row_bias(shards)
+    shift = bias_shift(problem, shards)
+    sinks = shards.sinks
     # Beside a bias that is one number for a row, sinks are added last.
     is_last = sinks is None or row_bias is not None
     moved, total = None, shift
     if sinks is not None and not is_last:
-        moved, total = _moved(sinks, shift, shares)
-    result = attention(by, problem, shares._replace(shift=shift, sinks=moved))
+        moved, total = _moved(sinks, shift, shards)
+    result = attention(by, problem, shards._replace(shift=shift, sinks=moved))
     for number in (total, row_bias):
         result = Partial(*with_row_bias(number, *result))
     if sinks is not None and is_last:
@@ -328,13 +328,13 @@ def _by_blocks(problem: Problem, shares: Shares) -> Partial:
 
 
 def _moved(
-    sinks: jax.Array, shift: jax.Array | None, shares: Shares
+    sinks: jax.Array, shift: jax.Array | None, shards: Shards
 ) -> tuple[jax.Array, jax.Array]:
     """Return sinks ([b], [s], h) less the shift, and what log-sum-exps lack then.
 
     That is the sum of the shift and the sinks' base, to the last digit.
     """
-    wide = jnp.reshape(sinks, (1, 1, -1)).astype(accumulator(shares.query))
+    wide = jnp.reshape(sinks, (1, 1, -1)).astype(accumulator(shards.query))
     if shift is None:
         return wide, of_rows(base_of(wide))
     rows = of_stats(shift).astype(wide.dtype)

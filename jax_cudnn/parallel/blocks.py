@@ -22,7 +22,7 @@ from jax_cudnn.ops.attention.parts import part_gradients
 from jax_cudnn.ops.attention.visibility.predicates import Predicate, Tokens
 from jax_cudnn.parallel.combining import combine
 from jax_cudnn.parallel.order import run_length
-from jax_cudnn.parallel.problem import Problem, Shares, membership, predicates_of
+from jax_cudnn.parallel.problem import Problem, Shards, membership, predicates_of
 from jax_cudnn.parallel.schedule import Call, Step
 from jax_cudnn.reference.attention.dropout import kept_at
 
@@ -96,17 +96,17 @@ def accumulator(x: jax.Array) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def no_gradients(shares: Shares, keys: Keys, wanted: tuple[str, ...]) -> Gradients:
+def no_gradients(shards: Shards, keys: Keys, wanted: tuple[str, ...]) -> Gradients:
     """Return sums of gradients, of the scores' operands those that are wanted."""
-    like, dtype = shares.query, accumulator(shares.query)
+    like, dtype = shards.query, accumulator(shards.query)
     scores: dict[str, jax.Array] = {}
-    for role, x in shares.scores.items():
+    for role, x in shards.scores.items():
         if role in wanted:
             # Each number of it gets one gradient, unless rows or keys share it.
-            is_sum = x.shape[2] != shares.query.shape[1] or x.shape[3] == 1
+            is_sum = x.shape[2] != shards.query.shape[1] or x.shape[3] == 1
             scores[role] = zeros_like(like, x.shape, dtype if is_sum else x.dtype)
     return Gradients(
-        query=zeros_like(like, shares.query.shape, dtype),
+        query=zeros_like(like, shards.query.shape, dtype),
         key=zeros_like(like, keys.key.shape, dtype),
         value=zeros_like(like, keys.value.shape, dtype),
         scores=scores,
@@ -116,13 +116,13 @@ def no_gradients(shares: Shares, keys: Keys, wanted: tuple[str, ...]) -> Gradien
 def attend_step(
     problem: Problem,
     step: Step,
-    shares: Shares,
+    shards: Shards,
     queries: TokenPositions,
     keys: Keys,
     before: Partial | None,
 ) -> Partial:
     """Return attention over the keys of before, if any, and those of this step."""
-    block = _Block(problem, step, shares, queries, keys)
+    block = _Block(problem, step, shards, queries, keys)
 
     def run(call: Call, first: _First, state: Partial | None) -> Partial:
         output, stats = attend(
@@ -135,8 +135,8 @@ def attend_step(
         new = Partial(output=output, stats=stats)
         return _combined(state, new, call.rows)
 
-    if before is None and not _begins_with_all_rows(step, shares):
-        before = _nothing_seen(shares)
+    if before is None and not _begins_with_all_rows(step, shards):
+        before = _nothing_seen(shards)
     total = _run(block, run, before)
     assert total is not None, "either before is not None, or each device has a call"
     return total
@@ -145,14 +145,14 @@ def attend_step(
 def gradient_step(
     problem: Problem,
     step: Step,
-    shares: Shares,
+    shards: Shards,
     queries: TokenPositions,
     keys: Keys,
     cotangents: Cotangents,
     before: Gradients,
 ) -> Gradients:
     """Return gradients with those of this step added."""
-    block = _Block(problem, step, shares, queries, keys)
+    block = _Block(problem, step, shards, queries, keys)
 
     def run(call: Call, first: _First, state: Gradients) -> Gradients:
         part = block.operands(call, first)
@@ -193,7 +193,7 @@ class _Block:
 
     problem: Problem
     step: Step
-    shares: Shares
+    shards: Shards
     queries: TokenPositions
     keys: Keys
 
@@ -210,7 +210,7 @@ class _Block:
 
     def operands(self, call: Call, first: _First) -> Operands:
         """Return the operands of one call, whose columns begin with the first."""
-        shares, keys, count = self.shares, self.keys, call.columns[1]
+        shards, keys, count = self.shards, self.keys, call.columns[1]
 
         def scores_like(x: jax.Array) -> jax.Array:
             x = _rows(x, call, axis=2)
@@ -218,26 +218,26 @@ class _Block:
                 return x
             return _slice(x, keys.first + first, count, axis=3)
 
-        given = {role: scores_like(x) for role, x in shares.scores.items()}
-        if "bias" in given and shares.shift is not None:
-            given["bias"] = given["bias"] - _rows(shares.shift, call, axis=2)
-        mask = None if shares.mask is None else scores_like(shares.mask)
+        given = {role: scores_like(x) for role, x in shards.scores.items()}
+        if "bias" in given and shards.shift is not None:
+            given["bias"] = given["bias"] - _rows(shards.shift, call, axis=2)
+        mask = None if shards.mask is None else scores_like(shards.mask)
         for predicate in self._predicates(call):
             is_seen = predicate.seen(*self._tokens(call, first))
             mask = is_seen if mask is None else mask & is_seen
         if mask is not None:
             given["mask"] = mask
-        if shares.query_starts is None or not call.is_shifted:
+        if shards.query_starts is None or not call.is_shifted:
             given |= _within("query", self.queries, *call.rows)
             given |= _within("key", keys.places, first, count)
             if "query_starts" in given and call.is_causal:
                 given |= self._from_visible(given, call, first)
-        if shares.dropout_seed is not None:
+        if shards.dropout_seed is not None:
             given["dropout_mask"] = self._kept(call, first)
         return Operands.of(
             {
                 **given,
-                "query": _rows(shares.query, call, axis=1),
+                "query": _rows(shards.query, call, axis=1),
                 "key": _slice(keys.key, first, count, axis=1),
                 "value": _slice(keys.value, first, count, axis=1),
             }
@@ -265,8 +265,8 @@ class _Block:
 
     def _predicates(self, call: Call) -> tuple[Predicate, ...]:
         """Return the predicates that are a mask in a call."""
-        found = predicates_of(self.problem, self.shares)
-        packing = membership(self.shares) if call.is_shifted else None
+        found = predicates_of(self.problem, self.shards)
+        packing = membership(self.shards) if call.is_shifted else None
         return found if packing is None else (*found, packing)
 
     def _tokens(self, call: Call, first: _First) -> tuple[Tokens, Tokens]:
@@ -281,26 +281,26 @@ class _Block:
 
     def _kept(self, call: Call, first: _First) -> jax.Array:
         """Return which probabilities dropout keeps, 1 or 0 in query's dtype."""
-        problem, shares = self.problem, self.shares
-        assert shares.dropout_seed is not None
-        assert shares.dropout_offset is not None
+        problem, shards = self.problem, self.shards
+        assert shards.dropout_seed is not None
+        assert shards.dropout_offset is not None
         queries, keys = self._tokens(call, first)
-        runs = (run_length(problem.order, shares.query.shape[1]), 0)
+        runs = (run_length(problem.order, shards.query.shape[1]), 0)
         if self.keys.is_own:
-            runs = (runs[0], run_length(problem.order, shares.key.shape[1]))
+            runs = (runs[0], run_length(problem.order, shards.key.shape[1]))
         columns = [x for each in self.step.columns_of for x in each]
         is_kept = kept_at(
             problem.attributes.dropout,
-            shares.dropout_seed,
-            shares.dropout_offset,
-            tuple(x.shape[1] * problem.count for x in (shares.query, shares.key)),
+            shards.dropout_seed,
+            shards.dropout_offset,
+            tuple(x.shape[1] * problem.count for x in (shards.query, shards.key)),
             (queries.numbers, keys.numbers),
             (
                 math.gcd(runs[0], *call.rows),
                 math.gcd(runs[1], call.columns[1], *columns),
             ),
         )
-        return is_kept.astype(shares.query.dtype)
+        return is_kept.astype(shards.query.dtype)
 
     def may_be_seen(self, call: Call, first: _First) -> jax.Array | None:
         """Return whether a call may have something to do; None where it has.
@@ -310,8 +310,8 @@ class _Block:
         """
         if not self.step.shift or self.problem.order == "striped":
             return None
-        bounds = [*predicates_of(self.problem, self.shares)]
-        if (packing := membership(self.shares)) is not None:
+        bounds = [*predicates_of(self.problem, self.shards)]
+        if (packing := membership(self.shards)) is not None:
             bounds.append(packing)
         if not bounds:
             return None
@@ -337,6 +337,11 @@ def _run(
             is_needed, lambda x: run(call, first, x), lambda x: x, state
         )
 
+    # For example, the second step of two devices with 4 tokens each in zigzag order,
+    # under a causal mask. Device 0 runs program 0, queries 2:4 with keys 0:4, and
+    # device 1 program 1, queries 0:4 with keys 0:2. `table` is [(0,), (0,)]: the keys
+    # of each device's only call begin at 0. A start that is the same for all devices of
+    # a program is a number, and not read from an array.
     width = max(len(calls) for calls in step.programs)
     table = [(*each, *([0] * (width - len(each)))) for each in step.columns_of]
 
@@ -390,17 +395,17 @@ def _slice(x: jax.Array, first: _First, count: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
 
 
-def _begins_with_all_rows(step: Step, shares: Shares) -> bool:
+def _begins_with_all_rows(step: Step, shards: Shards) -> bool:
     """Whether the first call of each device is on all of its queries."""
-    everything = (0, shares.query.shape[1])
+    everything = (0, shards.query.shape[1])
     return all(calls and calls[0].rows == everything for calls in step.programs)
 
 
-def _nothing_seen(shares: Shares) -> Partial:
+def _nothing_seen(shards: Shards) -> Partial:
     """Return attention over no key."""
-    b, s, h, _ = shares.query.shape
-    e, dtype = shares.value.shape[3], accumulator(shares.query)
-    output = zeros_like(shares.query, (b, s, h, e), dtype)
+    b, s, h, _ = shards.query.shape
+    e, dtype = shards.value.shape[3], accumulator(shards.query)
+    output = zeros_like(shards.query, (b, s, h, e), dtype)
     return Partial(output=output, stats=jnp.full_like(output[..., 0], -jnp.inf))
 
 

@@ -18,37 +18,37 @@ from jax_cudnn.parallel.blocks import (
 )
 from jax_cudnn.parallel.derivatives import Method, OperandGradients
 from jax_cudnn.parallel.order import natural, ordered
-from jax_cudnn.parallel.problem import Problem, Shares
+from jax_cudnn.parallel.problem import Problem, Shards
 from jax_cudnn.parallel.ring import needs_positions, operand_gradients, query_places
 from jax_cudnn.parallel.schedule import Step, gathered_step
 
 
-def _forward(problem: Problem, shares: Shares) -> Partial:
-    step, moved = _step(problem, shares), _in_order(problem, shares)
+def _forward(problem: Problem, shards: Shards) -> Partial:
+    step, moved = _step(problem, shards), _in_order(problem, shards)
     total = attend_step(
         problem,
         step,
         moved,
-        query_places(problem, shares),
-        _gathered(problem, shares),
+        query_places(problem, shards),
+        _gathered(problem, shards),
         None,
     )
-    return Partial(total.output.astype(shares.query.dtype), total.stats)
+    return Partial(total.output.astype(shards.query.dtype), total.stats)
 
 
 def _backward(
     problem: Problem,
-    shares: Shares,
+    shards: Shards,
     cotangents: Cotangents,
     wanted: tuple[str, ...],
 ) -> OperandGradients:
-    step, moved = _step(problem, shares), _in_order(problem, shares)
-    keys = _gathered(problem, shares)
+    step, moved = _step(problem, shards), _in_order(problem, shards)
+    keys = _gathered(problem, shards)
     sums = gradient_step(
         problem,
         step,
         moved,
-        query_places(problem, shares),
+        query_places(problem, shards),
         keys,
         cotangents,
         no_gradients(moved, keys, wanted),
@@ -63,45 +63,45 @@ def _backward(
         )
         for x in (sums.key, sums.value)
     )
-    return operand_gradients(shares, sums._replace(key=key, value=value, scores=scores))
+    return operand_gradients(shards, sums._replace(key=key, value=value, scores=scores))
 
 
 ALL_GATHER = Method(forward=_forward, backward=_backward)
 
 
-def _step(problem: Problem, shares: Shares) -> Step:
+def _step(problem: Problem, shards: Shards) -> Step:
     return gathered_step(
         count=problem.count,
         order=problem.order,
-        queries=shares.query.shape[1],
-        keys=shares.key.shape[1],
+        queries=shards.query.shape[1],
+        keys=shards.key.shape[1],
         band=problem.band,
     )
 
 
-def _gathered(problem: Problem, shares: Shares) -> Keys:
+def _gathered(problem: Problem, shards: Shards) -> Keys:
     """Return the keys of all devices, in the order of the sequence."""
     key, value = (
         _natural(
             problem, jax.lax.all_gather(x, problem.axis_name, axis=1, tiled=True), 1
         )
-        for x in (shares.key, shares.value)
+        for x in (shards.key, shards.value)
     )
-    starts, ends, positions = shares.key_starts, shares.key_lengths, None
+    starts, ends, positions = shards.key_starts, shards.key_lengths, None
     if starts is not None and ends is not None:
         ends = starts + ends
-    if needs_positions(shares):
+    if needs_positions(shards):
         positions = jnp.arange(key.shape[1], dtype=jnp.int32)
     places = TokenPositions(positions=positions, begins=starts, ends=ends)
     return Keys(key=key, value=value, first=0, places=places, is_own=False)
 
 
-def _in_order(problem: Problem, shares: Shares) -> Shares:
-    """Return the shares with the columns of scores and mask in the sequence's order."""
-    moved = {role: _natural(problem, x, 3) for role, x in shares.scores.items()}
-    if shares.mask is not None:
-        moved["mask"] = _natural(problem, shares.mask, 3)
-    return shares._replace(**moved)
+def _in_order(problem: Problem, shards: Shards) -> Shards:
+    """Return the shards with the columns of scores and mask in the sequence's order."""
+    moved = {role: _natural(problem, x, 3) for role, x in shards.scores.items()}
+    if shards.mask is not None:
+        moved["mask"] = _natural(problem, shards.mask, 3)
+    return shards._replace(**moved)
 
 
 def _natural(problem: Problem, x: jax.Array, axis: int) -> jax.Array:

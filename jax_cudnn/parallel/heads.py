@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from jax_cudnn.ops.attention.attend import Operands, attend_by_rows
 from jax_cudnn.ops.attention.visibility.predicates import Tokens
 from jax_cudnn.parallel.order import natural, ordered
-from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, predicates_of
+from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shards, predicates_of
 
 
-def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Array, ...]:
+def attend_by_heads(op: str, problem: Problem, shards: Shards) -> tuple[jax.Array, ...]:
     """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
 
     In between, a device has whole sequences.
     """
-    query, key, value = shares.query, shares.key, shares.value
+    query, key, value = shards.query, shards.key, shards.value
     repeats = _repeats(op, problem.count, query.shape[2], key.shape[2])
     if repeats != 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    is_natural = _needs_order(problem, shares)
+    is_natural = _needs_order(problem, shards)
 
     def to_heads(x: jax.Array) -> jax.Array:
         return _swapped(problem, x, split=2, concat=1, from_order=is_natural)
@@ -31,9 +31,9 @@ def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Arra
         return _swapped(problem, x, split=1, concat=2)
 
     # What belongs to scores, for the rows of this device's queries and all heads.
-    of_scores = {**shares.scores}
-    if shares.mask is not None:
-        of_scores["mask"] = shares.mask
+    of_scores = {**shards.scores}
+    if shards.mask is not None:
+        of_scores["mask"] = shards.mask
     given = {
         role: _of_own_heads(problem, x, query.shape[1], is_natural=is_natural)
         for role, x in of_scores.items()
@@ -42,14 +42,14 @@ def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Arra
         Tokens(query.shape[1] * problem.count),
         Tokens(key.shape[1] * problem.count),
     )
-    for predicate in predicates_of(problem, shares):
+    for predicate in predicates_of(problem, shards):
         is_seen = _own_heads(problem, predicate.seen(*tokens), axis=1)
         given["mask"] = given["mask"] & is_seen if "mask" in given else is_seen
-    if shares.dropout_offset is not None:
-        given["dropout_offset"] = _own_heads(problem, shares.dropout_offset, axis=1)
+    if shards.dropout_offset is not None:
+        given["dropout_offset"] = _own_heads(problem, shards.dropout_offset, axis=1)
     of_rows = {
         role: x
-        for role, x in shares.given.items()
+        for role, x in shards.given.items()
         if role in (*SEQUENCES, "dropout_seed")
     }
     local = Operands.of(
@@ -65,8 +65,8 @@ def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Arra
         problem.attributes,
         dropout_batch=query.shape[0] if problem.attributes.dropout else 0,
     )
-    if shares.sinks is not None:
-        sinks = _own_heads(problem, shares.sinks, axis=0)
+    if shards.sinks is not None:
+        sinks = _own_heads(problem, shards.sinks, axis=0)
         local = local._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
     results = attend_by_rows(local, attributes, problem.call, with_lse=problem.with_lse)
     return tuple(to_tokens(x) for x in results)
@@ -86,18 +86,20 @@ def _repeats(op: str, count: int, heads: int, key_heads: int) -> int:
     )
 
 
-def _needs_order(problem: Problem, shares: Shares) -> bool:
+def _needs_order(problem: Problem, shards: Shards) -> bool:
     """Whether the sequences have to be in their order: attention itself has none."""
     if problem.order == "contiguous":
         return False
-    has_sequences = any(getattr(shares, role) is not None for role in SEQUENCES)
+    has_sequences = any(getattr(shards, role) is not None for role in SEQUENCES)
     has_positions = has_sequences or not problem.band.is_everything
-    return has_positions or bool(shares.predicates or problem.attributes.dropout)
+    return has_positions or bool(shards.predicates or problem.attributes.dropout)
 
 
 def _swapped(
     problem: Problem, x: jax.Array, *, split: int, concat: int, from_order: bool = False
 ) -> jax.Array:
+    # Of n devices, each has s tokens of h heads: (b, s, h, d). With split=2 and
+    # concat=1, it has n s tokens of h / n heads: (b, n s, h / n, d).
     x = jax.lax.all_to_all(
         x, problem.axis_name, split_axis=split, concat_axis=concat, tiled=True
     )

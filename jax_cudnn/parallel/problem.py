@@ -74,8 +74,8 @@ class Problem:
         )
 
 
-class Shares(NamedTuple):
-    """A device's share of the operands; absent ones are None.
+class Shards(NamedTuple):
+    """A device's shards of the operands; absent ones are None.
 
     Letters as in `sdpa`, with s and t for one device's tokens and n devices:
 
@@ -111,8 +111,8 @@ class Shares(NamedTuple):
     predicates: tuple[jax.Array, ...] = ()
 
     @classmethod
-    def of(cls, given: Mapping[str, jax.Array]) -> "Shares":
-        """Return shares from arrays by their names."""
+    def of(cls, given: Mapping[str, jax.Array]) -> "Shards":
+        """Return shards from arrays by their names."""
         own = {role: x for role, x in given.items() if not role.startswith(_PREDICATE)}
         return cls(**own, predicates=predicate_arrays(given))
 
@@ -139,53 +139,55 @@ def predicate_arrays(given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(x for role, x in given.items() if role.startswith(_PREDICATE))
 
 
-def predicates_of(problem: Problem, shares: Shares) -> tuple[Predicate, ...]:
+def predicates_of(problem: Problem, shards: Shards) -> tuple[Predicate, ...]:
     """Return the mask's predicates."""
-    return tuple(x for x in _said(problem, shares) if not isinstance(x, Overrun))
+    return tuple(
+        x for x in _all_predicates(problem, shards) if not isinstance(x, Overrun)
+    )
 
 
-def overrun_of(problem: Problem, shares: Shares) -> Overrun | None:
+def overrun_of(problem: Problem, shards: Shards) -> Overrun | None:
     """Return which queries see a token that is not in the cache; None for none."""
-    said = _said(problem, shares)
-    return next((x for x in said if isinstance(x, Overrun)), None)
+    found = _all_predicates(problem, shards)
+    return next((x for x in found if isinstance(x, Overrun)), None)
 
 
-def _said(problem: Problem, shares: Shares) -> tuple[Any, ...]:
+def _all_predicates(problem: Problem, shards: Shards) -> tuple[Any, ...]:
     if problem.predicates is None:
         return ()
-    return jax.tree.unflatten(problem.predicates, shares.predicates)
+    return jax.tree.unflatten(problem.predicates, shards.predicates)
 
 
-def membership(shares: Shares) -> InSequence | None:
+def membership(shards: Shards) -> InSequence | None:
     """Return the predicate of lengths with starts; None without these."""
-    if shares.query_starts is None or shares.key_starts is None:
+    if shards.query_starts is None or shards.key_starts is None:
         return None
-    assert shares.query_lengths is not None
-    assert shares.key_lengths is not None
+    assert shards.query_lengths is not None
+    assert shards.key_lengths is not None
 
     def numbers(x: jax.Array) -> jax.Array:
         return x[:, :, 0, 0]
 
     return InSequence(
-        numbers(shares.query_starts),
-        numbers(shares.query_lengths),
-        numbers(shares.key_starts),
-        numbers(shares.key_lengths),
+        numbers(shards.query_starts),
+        numbers(shards.query_lengths),
+        numbers(shards.key_starts),
+        numbers(shards.key_lengths),
     )
 
 
 # --- biases ---------------------------------------------------------------------------
 
 
-def without_row_bias(shares: Shares) -> tuple[Shares, jax.Array | None]:
-    """Return the shares without a bias that is one number for all keys of a row.
+def without_row_bias(shards: Shards) -> tuple[Shards, jax.Array | None]:
+    """Return the shards without a bias that is one number for all keys of a row.
 
     It moves the row's log-sum-exp, and hides the row if it is -inf (`with_row_bias`).
     """
-    bias = shares.bias
+    bias = shards.bias
     if bias is None or bias.shape[3] != 1:
-        return shares, None
-    return shares._replace(bias=None), bias
+        return shards, None
+    return shards._replace(bias=None), bias
 
 
 def with_row_bias(
@@ -213,7 +215,7 @@ def of_stats(rows: jax.Array) -> jax.Array:
 _FAR = 2.0**10
 
 
-def bias_shift(problem: Problem, shares: Shares) -> jax.Array | None:
+def bias_shift(problem: Problem, shards: Shards) -> jax.Array | None:
     """Return what to subtract from each row of the bias, as ([b], [h], [s], 1).
 
     That is the row's largest number where this is far from 0, as in a row of -1e9. The
@@ -223,10 +225,10 @@ def bias_shift(problem: Problem, shares: Shares) -> jax.Array | None:
     Batch entries and heads that share a bias share the shift: a bias of their own would
     take many times the memory.
     """
-    bias = shares.bias
+    bias = shards.bias
     if bias is None:
         return None
-    is_seen = _seen(problem, shares)
+    is_seen = _seen(problem, shards)
     seen = bias if is_seen is None else jnp.where(is_seen, bias, -jnp.inf)
     shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
     largest = jnp.max(seen, axis=(*shared, 3), keepdims=True)
@@ -245,16 +247,16 @@ def base_of(sinks: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(sinks), jnp.maximum(sinks, 0), 0)
 
 
-def _seen(problem: Problem, shares: Shares) -> jax.Array | None:
+def _seen(problem: Problem, shards: Shards) -> jax.Array | None:
     """Return which keys of all devices each query sees, None for all of them."""
     count, order = problem.count, problem.order
-    s, t = shares.query.shape[1], shares.key.shape[1]
+    s, t = shards.query.shape[1], shards.key.shape[1]
     columns = jnp.asarray(all_positions(count, t, order))
     rows = positions_of(problem.device, count, s, order)
-    conditions = [] if shares.mask is None else [shares.mask]
-    packing = membership(shares)
-    if packing is None and shares.key_lengths is not None:
-        conditions.append(columns[None, None, None, :] < shares.key_lengths)
+    conditions = [] if shards.mask is None else [shards.mask]
+    packing = membership(shards)
+    if packing is None and shards.key_lengths is not None:
+        conditions.append(columns[None, None, None, :] < shards.key_lengths)
     if not problem.band.is_everything:
         difference = (columns[None, :] - rows[:, None])[None, None]
         lowest, highest = (
@@ -262,7 +264,7 @@ def _seen(problem: Problem, shares: Shares) -> jax.Array | None:
             for x in (problem.band.lowest, problem.band.highest)
         )
         conditions.append((lowest <= difference) & (difference <= highest))
-    predicates = predicates_of(problem, shares)
+    predicates = predicates_of(problem, shards)
     for predicate in (*predicates, *(() if packing is None else (packing,))):
         seen = predicate.seen(Tokens(s, rows), Tokens(count * t, columns))
         conditions.append(seen)

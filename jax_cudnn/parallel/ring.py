@@ -2,8 +2,8 @@
 """Attention in which keys travel around a ring of devices, forward and backward.
 
 In each step a device attends to the keys at hand, while the next ones are on their way.
-Backward, the sums of the gradients of keys and values travel behind them, one step
-late, so that this too goes on beside the kernels.
+Backward, the sums of the gradients of keys and values travel one step after them, so
+that they too are sent while kernels run.
 """
 
 from typing import TypeVar
@@ -23,62 +23,64 @@ from jax_cudnn.parallel.blocks import (
 )
 from jax_cudnn.parallel.derivatives import Method, OperandGradients
 from jax_cudnn.parallel.order import positions_of, visible_tokens
-from jax_cudnn.parallel.problem import Problem, Shares
+from jax_cudnn.parallel.problem import Problem, Shards
 from jax_cudnn.parallel.schedule import Step, ring_steps
 
 
-def _forward(problem: Problem, shares: Shares) -> Partial:
-    steps = _steps(problem, shares)
-    at_hand = (shares.key, shares.value)
-    queries = query_places(problem, shares)
+def _forward(problem: Problem, shards: Shards) -> Partial:
+    steps = _steps(problem, shards)
+    at_hand = (shards.key, shards.value)
+    queries = query_places(problem, shards)
     total: Partial | None = None
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         coming = at_hand
         if following is not None:
             coming = _moved(problem, at_hand, following.shift - step.shift)
-        keys = _keys(problem, shares, step, at_hand)
-        total = attend_step(problem, step, shares, queries, keys, total)
+        keys = _keys(problem, shards, step, at_hand)
+        total = attend_step(problem, step, shards, queries, keys, total)
         if following is not None:
             at_hand, total = _together(coming, total)
     assert total is not None
-    return Partial(total.output.astype(shares.query.dtype), total.stats)
+    return Partial(total.output.astype(shards.query.dtype), total.stats)
 
 
 def _backward(
     problem: Problem,
-    shares: Shares,
+    shards: Shards,
     cotangents: Cotangents,
     wanted: tuple[str, ...],
 ) -> OperandGradients:
-    steps = _steps(problem, shares)
-    at_hand = (shares.key, shares.value)
-    queries = query_places(problem, shares)
-    sums = no_gradients(shares, _keys(problem, shares, steps[0], at_hand), wanted)
+    steps = _steps(problem, shards)
+    at_hand = (shards.key, shards.value)
+    queries = query_places(problem, shards)
+    sums = no_gradients(shards, _keys(problem, shards, steps[0], at_hand), wanted)
+    # The gradient of device 0's keys is begun by device 0. Device 1 adds its part one
+    # step later, then device 2, ... In the end it is sent back to device 0.
     # Of the keys at hand, as far as the devices that had them before know it.
-    behind: tuple[jax.Array, jax.Array] | None = None
+    travelling: tuple[jax.Array, jax.Array] | None = None
     shift = 0
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         coming = at_hand
         if following is not None:
             coming = _moved(problem, at_hand, following.shift - step.shift)
-        if behind is not None:
-            behind = _moved(problem, behind, step.shift - shift)
-        keys = _keys(problem, shares, step, at_hand)
+        if travelling is not None:
+            travelling = _moved(problem, travelling, step.shift - shift)
+        keys = _keys(problem, shards, step, at_hand)
         alone = sums._replace(
             key=jnp.zeros_like(sums.key), value=jnp.zeros_like(sums.value)
         )
-        sums = gradient_step(problem, step, shares, queries, keys, cotangents, alone)
-        behind = (
+        sums = gradient_step(problem, step, shards, queries, keys, cotangents, alone)
+        travelling = (
             (sums.key, sums.value)
-            if behind is None
-            else (behind[0] + sums.key, behind[1] + sums.value)
+            if travelling is None
+            else (travelling[0] + sums.key, travelling[1] + sums.value)
         )
         shift = step.shift
         if following is not None:
-            at_hand, (behind, sums) = _together(coming, (behind, sums))
-    assert behind is not None
-    key, value = _moved(problem, behind, -shift)
-    return operand_gradients(shares, sums._replace(key=key, value=value))
+            at_hand, (travelling, sums) = _together(coming, (travelling, sums))
+    assert travelling is not None
+    key, value = _moved(problem, travelling, -shift)
+    return operand_gradients(shards, sums._replace(key=key, value=value))
 
 
 _Coming = TypeVar("_Coming")
@@ -86,36 +88,36 @@ _Done = TypeVar("_Done")
 RING = Method(forward=_forward, backward=_backward)
 
 
-def operand_gradients(shares: Shares, sums: Gradients) -> OperandGradients:
+def operand_gradients(shards: Shards, sums: Gradients) -> OperandGradients:
     """Return sums of gradients rounded to the operands' dtypes."""
     found = {"query": sums.query, "key": sums.key, "value": sums.value, **sums.scores}
-    return {role: x.astype(getattr(shares, role).dtype) for role, x in found.items()}
+    return {role: x.astype(getattr(shards, role).dtype) for role, x in found.items()}
 
 
-def query_places(problem: Problem, shares: Shares) -> TokenPositions:
+def query_places(problem: Problem, shards: Shards) -> TokenPositions:
     """Return where this device's queries are, as far as that matters."""
-    return _places(problem, shares, "query", problem.device)
+    return _places(problem, shards, "query", problem.device)
 
 
-def needs_positions(shares: Shares) -> bool:
+def needs_positions(shards: Shards) -> bool:
     """Whether what a call is given depends on the positions of its tokens."""
-    predicates = bool(shares.predicates) or shares.query_starts is not None
-    return predicates or shares.dropout_seed is not None
+    predicates = bool(shards.predicates) or shards.query_starts is not None
+    return predicates or shards.dropout_seed is not None
 
 
 def _places(
-    problem: Problem, shares: Shares, kind: str, device: jax.Array
+    problem: Problem, shards: Shards, kind: str, device: jax.Array
 ) -> TokenPositions:
     """Return where the queries or keys of a device are, as far as that matters."""
-    size = getattr(shares, kind).shape[1]
+    size = getattr(shards, kind).shape[1]
     count, order = problem.count, problem.order
-    starts, lengths = (getattr(shares, f"{kind}_{x}") for x in ("starts", "lengths"))
+    starts, lengths = (getattr(shards, f"{kind}_{x}") for x in ("starts", "lengths"))
 
     def before(places: jax.Array) -> jax.Array:
         return visible_tokens(places, device, count, size, order)
 
     positions, begins, ends = None, None, None
-    if needs_positions(shares):
+    if needs_positions(shards):
         positions = positions_of(device, count, size, order)
     if lengths is not None:
         ends = before(lengths if starts is None else starts + lengths)
@@ -124,27 +126,28 @@ def _places(
     return TokenPositions(positions=positions, begins=begins, ends=ends)
 
 
-def _steps(problem: Problem, shares: Shares) -> tuple[Step, ...]:
+def _steps(problem: Problem, shards: Shards) -> tuple[Step, ...]:
     return ring_steps(
         count=problem.count,
         order=problem.order,
-        queries=shares.query.shape[1],
-        keys=shares.key.shape[1],
+        queries=shards.query.shape[1],
+        keys=shards.key.shape[1],
         band=problem.band,
-        is_packed=shares.query_starts is not None,
+        is_packed=shards.query_starts is not None,
     )
 
 
 def _keys(
-    problem: Problem, shares: Shares, step: Step, at_hand: tuple[jax.Array, jax.Array]
+    problem: Problem, shards: Shards, step: Step, at_hand: tuple[jax.Array, jax.Array]
 ) -> Keys:
+    # In the step of shift 1, device 0 of 4 has the keys of device 3.
     source = (problem.device - step.shift) % problem.count
-    is_read = bool(shares.scores) or shares.mask is not None
+    is_read = bool(shards.scores) or shards.mask is not None
     return Keys(
         key=at_hand[0],
         value=at_hand[1],
-        first=source * shares.key.shape[1] if is_read else 0,
-        places=_places(problem, shares, "key", source),
+        first=source * shards.key.shape[1] if is_read else 0,
+        places=_places(problem, shards, "key", source),
     )
 
 

@@ -41,6 +41,9 @@ class Band:
         Query r and key c of these devices have the positions count * r + queries and
         count * c + keys.
         """
+        # Device 0 of 2 has positions 0, 2, 4, ..., and device 1 has 1, 3, 5, ... Under
+        # a causal mask, query r of device 0 sees key c of device 1 if 2c + 1 <= 2r.
+        # That is c - r <= -0.5, so `highest` is -1.
         lowest, highest = (x + queries - keys for x in (self.lowest, self.highest))
         return Band(
             lowest=lowest if math.isinf(lowest) else math.ceil(lowest / count),
@@ -240,6 +243,10 @@ def _call(queries: _Run, keys: _Run, band: Band) -> Call | None:
     """
     if not queries.count or not keys.count:
         return None
+    # Queries 4 to 7 and keys 0 to 3 under a causal mask with window (2, 0): query 4
+    # sees keys 2 and 3, query 5 sees key 3, and the others see none. So the call has
+    # rows (0, 2), columns (2, 2) and window (0, 1), counted from its first query and
+    # key.
     # Query r of the run sees key c of the run if lowest <= c - r <= highest.
     offset = keys.position - queries.position
     lowest, highest = band.lowest - offset, band.highest - offset

@@ -35,7 +35,7 @@ from jax_cudnn.ops.common.meshes import (
 )
 from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.parallel.arguments import Layout, check_arguments
-from jax_cudnn.parallel.attention import attend_shares, check_method
+from jax_cudnn.parallel.attention import attend_shards, check_method
 from jax_cudnn.parallel.order import all_positions, check_order, natural
 from jax_cudnn.parallel.problem import SCORES, SEQUENCES, Method, Problem
 from jax_cudnn.parallel.schedule import Order
@@ -202,7 +202,7 @@ def _layout(axis: AxisName, count: int, method: Method, order: Order) -> Layout:
         method=method,
         order=order,
         count=count,
-        shares=1,
+        shards=1,
         whole=whole,
         positions=positions,
     )
@@ -219,7 +219,7 @@ def _program(
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         given = dict(zip((name for name, _ in specs), arrays, strict=True))
-        return attend_shares(_OP, given, problem)
+        return attend_shards(_OP, given, problem)
 
     in_specs = tuple(spec for _, spec in specs)
     # Without the head size, which the log-sum-exp lacks.

@@ -206,15 +206,15 @@ class Report(Page):
         yield Heading(f"cuDNN calls on {self.device}")
         yield _table(self.calls)
         reasons = [(call.op, reason) for call in self.calls for reason in call.reasons]
-        yield Details(title="reasons", notes=_gathered(reasons), is_open=True)
+        yield Details(title="reasons", notes=_once_each(reasons), is_open=True)
         failures = [
             (call.op, f"passed over: {failure}")
             for call in self.calls
             for failure in call.failures
         ]
         decided = [(call.op, f"decided by {call.by}") for call in self.calls if call.by]
-        yield Details(title="measurements that decided", notes=_gathered(decided))
-        yield Details(title="plans that were passed over", notes=_gathered(failures))
+        yield Details(title="measurements that decided", notes=_once_each(decided))
+        yield Details(title="plans that were passed over", notes=_once_each(failures))
         yield Details(title="notes", notes=self.notes)
 
     def mermaid(self) -> str:
@@ -239,10 +239,10 @@ class Report(Page):
 # --- the table ------------------------------------------------------------------------
 
 
-def _gathered(said: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Return each thing that is said once, behind all operations it is said of."""
+def _once_each(notes_of_ops: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return each note once, after the names of all operations that have it."""
     ops: dict[str, list[str]] = {}
-    for op, what in said:
+    for op, what in notes_of_ops:
         ops.setdefault(what, []).append(op)
     return tuple(f"{', '.join(dict.fromkeys(ops[what]))}: {what}" for what in ops)
 

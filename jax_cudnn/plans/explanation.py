@@ -90,7 +90,7 @@ class Explanation(Page):
         if not self.calls:
             yield Text("no cuDNN calls")
         for call in self.calls:
-            yield from _told(call)
+            yield from _call_blocks(call)
         yield Details(title="notes", notes=self.notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -294,8 +294,8 @@ def _newer(change: Change, gpu: Gpu) -> tuple[str, str] | None:
         if each.sm_version > gpu.target.sm_version:
             by_version.setdefault(each.sm_version, []).append(each)
     plans: dict[int, str] = {}
-    for version, members in by_version.items():
-        newer = offline.named_gpu(members[-1].name)
+    for version, gpus_of_version in by_version.items():
+        newer = offline.named_gpu(gpus_of_version[-1].name)
         try:
             plan = decide_part(change.part, newer, change.options).plan
         except LibraryError:
@@ -323,7 +323,7 @@ def _families(gpus: list[GpuDescription]) -> str:
 # --- the page -------------------------------------------------------------------------
 
 
-def _told(call: ExplainedCall) -> Iterator[Block]:
+def _call_blocks(call: ExplainedCall) -> Iterator[Block]:
     times = f"{call.count} x " if call.count > 1 else ""
     yield Text("")
     yield Heading(f"{times}{call.op}({call.shapes})")

@@ -19,8 +19,8 @@ _GRADIENTS = frozenset(
 class Attention:
     """Attention of one node, as it is once packing and windows are written out."""
 
-    def __init__(self, part: Graph, way: Rewrite) -> None:
-        graph = way.problem or part
+    def __init__(self, part: Graph, rewrite: Rewrite) -> None:
+        graph = rewrite.problem or part
         node = graph.sole_node()
         assert node is not None
         self._kind = node.kind

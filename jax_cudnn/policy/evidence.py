@@ -13,7 +13,7 @@ from jax_cudnn.policy.nearest import (
     LOSS,
     Kernel,
     Measured,
-    Near,
+    Neighbour,
     Verdict,
     verdict_of,
 )
@@ -55,15 +55,15 @@ def slow_engines(kernel: Kernel, tables: Tables) -> tuple[int, ...]:
     return tuple(e for e, found in verdicts if found and not found.is_faster)
 
 
-_Found = Sequence[tuple[float, Near, int]]
+_Found = Sequence[tuple[float, Neighbour, int]]
 
 
 def _near(kernel: Kernel, tables: Tables, last: Table | None = None) -> _Found:
     """Return the kernels near one, by how much their table is away, and its place."""
-    found: list[tuple[float, Near, int]] = []
+    found: list[tuple[float, Neighbour, int]] = []
     for place, table in enumerate(tables.tables):
-        more = tables.apart[place]
-        found += ((more, x, place) for x in kernels(table).near_kernels(kernel))
+        more = tables.distances[place]
+        found += ((more, x, place) for x in kernels(table).neighbours(kernel))
         if table is last:
             break
     return found
@@ -74,13 +74,13 @@ def _verdict(
 ) -> Verdict | None:
     def judged() -> Iterator[tuple[float, float, int]]:
         for more, each, place in near:
-            apart, ratio = each.by(engine)
-            yield apart + more, ratio, place
+            distance, ratio = each.by(engine)
+            yield distance + more, ratio, place
 
     return verdict_of(judged(), most_apart)
 
 
-def told(kernel: Kernel, verdict: Verdict) -> str:
+def described(kernel: Kernel, verdict: Verdict) -> str:
     """Say why "auto" leaves a kernel to XLA."""
     return (
         f"cuDNN's first plan may be slower: for {verdict.losses} of the "
@@ -93,4 +93,4 @@ def told(kernel: Kernel, verdict: Verdict) -> str:
 def source(verdict: Verdict, tables: Tables, target: Target | None) -> str:
     """Say which tables the kernels are from that judged."""
     counts = Counter(tables.tables[place].source(target) for place in verdict.tables)
-    return ", ".join(f"{count} kernels {told}" for told, count in counts.items())
+    return ", ".join(f"{count} kernels {table}" for table, count in counts.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how fast cuDNN's first plan is for a kernel, from those most like it.
+"""Estimates how fast cuDNN's first plan is for a kernel, from similar kernels' times.
 
 A kernel is like a product of (rows, depth) and (depth, columns). It has a class, which
 says what else matters (kernels.py). The distance of two kernels is that of the
@@ -93,20 +93,23 @@ class Verdict:
     tables: tuple[int, ...] = ()
 
 
-class Near(NamedTuple):
-    """A measured kernel: how far away, cuDNN's time over XLA's, and engines' times."""
+class Neighbour(NamedTuple):
+    """A measured kernel near another: the distance, and ratios of times.
 
-    apart: float
+    ``ratio`` is cuDNN's time over XLA's, and ``engines`` the same for each engine.
+    """
+
+    distance: float
     ratio: float
     engines: Mapping[int, float]
 
     def by(self, engine: int | None) -> tuple[float, float]:
         """Return the distance and the ratio as if that engine had the first plan."""
         if engine is None:
-            return self.apart, self.ratio
+            return self.distance, self.ratio
         if engine in self.engines:
-            return self.apart, self.engines[engine]
-        return self.apart + _OTHER_ENGINE, self.ratio
+            return self.distance, self.engines[engine]
+        return self.distance + _OTHER_ENGINE, self.ratio
 
 
 class Measured:
@@ -126,15 +129,15 @@ class Measured:
         The ratios are of an engine, if one is given and it was timed, and otherwise of
         cuDNN's first plan.
         """
-        return (each.by(engine) for each in self.near_kernels(kernel))
+        return (each.by(engine) for each in self.neighbours(kernel))
 
-    def near_kernels(self, kernel: Kernel) -> Iterator[Near]:
+    def neighbours(self, kernel: Kernel) -> Iterator[Neighbour]:
         """Yield those that say something of a kernel."""
         for each, ratio in self._families.get(family_of(kernel.name), ()):
-            apart = between_sizes(kernel, each)
-            if apart <= FAR:
-                apart += between_names(kernel.name, each.name)
-                yield Near(apart, ratio, each.engines)
+            distance = between_sizes(kernel, each)
+            if distance <= FAR:
+                distance += between_names(kernel.name, each.name)
+                yield Neighbour(distance, ratio, each.engines)
 
     def verdict(self, kernel: Kernel, engine: int | None = None) -> Verdict | None:
         """Return what is known of a kernel, None where too few are near it."""
@@ -186,12 +189,12 @@ def between_sizes(one: Kernel, other: Kernel) -> float:
 def between_names(one: str, other: str) -> float:
     """Return how far apart two classes of a family are."""
     words, others = {*one.split(", ")}, {*other.split(", ")}
-    apart = _WORD * len(words ^ others)
+    distance = _WORD * len(words ^ others)
     if _XLAS_OWN.isdisjoint(words) != _XLAS_OWN.isdisjoint(others):
-        apart += _OTHER_CODE
+        distance += _OTHER_CODE
     if _THREE_AXES in words ^ others:
-        apart += _OTHER_AXES
-    return apart
+        distance += _OTHER_AXES
+    return distance
 
 
 @functools.cache

@@ -7,10 +7,10 @@ from jax_cudnn.policy.nearest import Kernel
 
 
 class Norm:
-    """A norm or its gradient, and a way to run it."""
+    """A norm or its gradient, and a rewrite that runs it."""
 
-    def __init__(self, part: Graph, way: Rewrite, target: Target | None) -> None:
-        (node,), (emitted,) = part.nodes, way.graph.nodes
+    def __init__(self, part: Graph, rewrite: Rewrite, target: Target | None) -> None:
+        (node,), (emitted,) = part.nodes, rewrite.graph.nodes
         self._part = part
         self._roles = {**dict(node.inputs), **dict(node.outputs)}
         self._is_gradient = node.kind.endswith("_backward")

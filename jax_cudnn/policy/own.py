@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of what was measured on this machine's GPUs, in the cache folder.
+"""Finds and reads the calibration files of this machine's GPUs in the cache folder.
 
 ``plans.calibrate`` writes a file for each GPU and version of cuDNN. It is a table for
 the policy (tables.py), with the measured rows from which its entries were derived.
@@ -47,10 +47,10 @@ class File:
         Such as "JAX 0.11.2, here 0.12.0 (400 kernels)".
         """
         now = environment(cudnn_version)
-        told = Counter(
+        shown = Counter(
             change for row in self.data["measured"] for change in changes_of(row, now)
         )
-        return tuple(f"{change} ({count} kernels)" for change, count in told.items())
+        return tuple(f"{change} ({count} kernels)" for change, count in shown.items())
 
 
 def folder() -> Path | None:
@@ -88,8 +88,8 @@ def read(path: Path, *, remedy: str = _REMEDY) -> File:
 def files() -> tuple[File, ...]:
     """Return the files that are there. One that cannot be read is warned about."""
     found, broken = read_all()
-    for told in broken:
-        _log.warning("what was calibrated is not used: %s", told)
+    for shown in broken:
+        _log.warning("what was calibrated is not used: %s", shown)
     return tuple(found)
 
 

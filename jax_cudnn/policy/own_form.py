@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that data is a calibration, as far as "auto" and a later run go by it.
+"""Validates the data of a calibration file, as far as the package uses it.
 
 A file may have been edited, or come from anywhere: what is wrong with it is to be said
 when it is read, and not while a program is compiled.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks the ways to run a part: their order, and whether "auto" takes each."""
+"""Ranks the rewrites of a part: their order, and whether "auto" takes each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from jax_cudnn.policy.tables import Row, Table, Tables, tables_for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """A way to run a part, and whether "auto" takes it.
+    """A rewrite of a part, and whether "auto" takes it.
 
     ``slower``, where not empty, says why "auto" leaves the part to XLA all the same. It
     does so too where one of ``slow_engines`` has cuDNN's first plan, and, where there
@@ -57,51 +57,51 @@ class Ranked:
 
 
 def rank(
-    part: Graph, ways: Sequence[Rewrite], target: Target | None
+    part: Graph, rewrites: Sequence[Rewrite], target: Target | None
 ) -> tuple[Ranked, ...]:
-    """Return the ways to run a part in the order in which they are tried.
+    """Return the rewrites of a part in the order in which they are tried.
 
-    A way that was never worth trying is left out. A target of None stands for a GPU
+    A rewrite that was never worth trying is left out. A target of None stands for a GPU
     that is not known.
     """
     tables = tables_for(target)
-    ordered = products.in_order(part, ways, tables)
-    found = (_ranked(part, way, ways, target, tables) for way in ordered)
+    ordered = products.in_order(part, rewrites, tables)
+    found = (_ranked(part, rewrite, rewrites, target, tables) for rewrite in ordered)
     return tuple(_with_cublaslt(each, target, tables) for each in found)
 
 
 def ranked(part: Graph, target: Target | None) -> tuple[Ranked, ...]:
-    """Return all ways to run a part by cuDNN, ranked; none where it cannot."""
+    """Return all rewrites of a part for cuDNN, ranked; none where it has none."""
     return rank(part, legalize(part, target).candidates, target)
 
 
 def _ranked(
     part: Graph,
-    way: Rewrite,
-    ways: Sequence[Rewrite],
+    rewrite: Rewrite,
+    rewrites: Sequence[Rewrite],
     target: Target | None,
     tables: Tables,
 ) -> Ranked:
-    of, properties = _properties(part, way, ways, target, tables)
+    of, properties = _properties(part, rewrite, rewrites, target, tables)
     table = tables.about(of)
-    point = _point(part, way, properties)
-    found = _by_kernels(point, way, target, tables, table)
+    point = _point(part, rewrite, properties)
+    found = _by_kernels(point, rewrite, target, tables, table)
     # Kernels of its own family were measured with the engines that come first.
     is_known = found is not None
     if found is None:
         row = table.row(of, properties)
         by = f"the rules {table.source(target)}" if table.says(of) else ""
-        found = Ranked(rewrite=way, by=by)
-        found = found if row is None else _by_row(row, way, target, table)
-    contraction = products.contraction_of(part, way)
+        found = Ranked(rewrite=rewrite, by=by)
+        found = found if row is None else _by_row(row, rewrite, target, table)
+    contraction = products.contraction_of(part, rewrite)
     if contraction is None:
         return found
     graph, judged = contraction.graph, None
     if not found.slower:
         like = contraction.point(tables)
-        judged = _by_kernels(like, way, target, tables, last=None)
+        judged = _by_kernels(like, rewrite, target, tables, last=None)
         if judged is None and like is not None:
-            judged = _by_structure(of, properties, way, target, tables)
+            judged = _by_structure(of, properties, rewrite, target, tables)
         point = like if judged is not None else point
     slow_engines = found.slow_engines
     if not is_known and not slow_engines:
@@ -145,48 +145,48 @@ def _with_cublaslt(ranked: Ranked, target: Target | None, tables: Tables) -> Ran
     return replace(ranked, by_cublaslt=wanted, cublaslt_by=by)
 
 
-def measured_as(part: Graph, way: Rewrite, target: Target | None) -> Kernel | None:
+def measured_as(part: Graph, rewrite: Rewrite, target: Target | None) -> Kernel | None:
     """Return the class and the sizes by which a part is judged; None if by rows."""
     tables = tables_for(target)
-    _, properties = _properties(part, way, [way], target, tables)
-    point = _point(part, way, properties)
-    return point or products.measured_as(part, way, tables)
+    _, properties = _properties(part, rewrite, [rewrite], target, tables)
+    point = _point(part, rewrite, properties)
+    return point or products.measured_as(part, rewrite, tables)
 
 
-def _point(part: Graph, way: Rewrite, properties: object) -> Kernel | None:
+def _point(part: Graph, rewrite: Rewrite, properties: object) -> Kernel | None:
     """Return what a part of which rows speak is measured as, if it is."""
     if isinstance(properties, Norm | Attention):
         return properties.point
-    return products.point_of(part, way)
+    return products.point_of(part, rewrite)
 
 
 def _by_kernels(
     point: Kernel | None,
-    way: Rewrite,
+    rewrite: Rewrite,
     target: Target | None,
     tables: Tables,
     last: Table | None,
 ) -> Ranked | None:
-    """Return what kernels say of a way, up to those of the table that has rows."""
+    """Return what kernels say of a rewrite, up to those of the table that has rows."""
     verdict = None if point is None else evidence.verdict_on(point, tables, last)
     if point is None or verdict is None:
         return None
-    slower = "" if verdict.is_faster else evidence.told(point, verdict)
+    slower = "" if verdict.is_faster else evidence.described(point, verdict)
     by = evidence.source(verdict, tables, target)
-    return Ranked(rewrite=way, slower=slower, by=by)
+    return Ranked(rewrite=rewrite, slower=slower, by=by)
 
 
 def _by_structure(
-    of: str, properties: object, way: Rewrite, target: Target | None, tables: Tables
+    of: str, properties: object, rewrite: Rewrite, target: Target | None, tables: Tables
 ) -> Ranked | None:
     """Return what a row says of products that are like none that was measured."""
     table = tables.about(of + UNLIKE_ALL)
     row = table.row(of + UNLIKE_ALL, properties)
-    return None if row is None else _by_row(row, way, target, table)
+    return None if row is None else _by_row(row, rewrite, target, table)
 
 
-def _by_row(row: Row, way: Rewrite, target: Target | None, table: Table) -> Ranked:
-    """Return what a row says of a way.
+def _by_row(row: Row, rewrite: Rewrite, target: Target | None, table: Table) -> Ranked:
+    """Return what a row says of a rewrite.
 
     Its fast and preferred engines are others, or none, where it was not measured.
     """
@@ -197,7 +197,7 @@ def _by_row(row: Row, way: Rewrite, target: Target | None, table: Table) -> Rank
         row = replace(row, fast_engines=(), preferred="")
     by = f"a rule {table.source(target)}"
     return Ranked(
-        rewrite=way,
+        rewrite=rewrite,
         slower=slower,
         slow_engines=(row.slow_engines if table.is_of_architecture(target) else ()),
         fast_engines=row.fast_engines,
@@ -209,22 +209,22 @@ def _by_row(row: Row, way: Rewrite, target: Target | None, table: Table) -> Rank
 
 def _properties(
     part: Graph,
-    way: Rewrite,
-    ways: Sequence[Rewrite],
+    rewrite: Rewrite,
+    rewrites: Sequence[Rewrite],
     target: Target | None,
     tables: Tables,
 ) -> tuple[str, object]:
-    """Return what rows are about a way of running a part, and its properties."""
+    """Return what rows are about a rewrite of a part, and its properties."""
     kind = part.nodes[0].kind.removesuffix("_backward") if len(part.nodes) == 1 else ""
     if kind in _ATTENTION:
-        return "attention", Attention(part, way)
+        return "attention", Attention(part, rewrite)
     if kind in NORMALISED:
-        return "norms", Norm(part, way, target)
+        return "norms", Norm(part, rewrite, target)
     if kind in _POOLING:
         return "pooling", None
     if kind == "causal_conv1d":
-        return "causal convolutions", products.CausalConvolution(part, way)
-    return products.properties_of(part, way, ways, tables)
+        return "causal convolutions", products.CausalConvolution(part, rewrite)
+    return products.properties_of(part, rewrite, rewrites, tables)
 
 
 _ATTENTION = ("sdpa",)

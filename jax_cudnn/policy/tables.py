@@ -2,12 +2,12 @@
 """The tables of what was measured: one for each architecture and version of cuDNN.
 
 A table is a JSON file in ``jax_cudnn/data/policy``. Its ``rows`` say of the parts that
-they are about whether cuDNN or XLA runs them, and its ``orders`` which way of writing a
+they are about whether cuDNN or XLA runs them, and its ``orders`` which rewrite of a
 part goes first. The first row that holds decides. A row has
 
 * ``of``: what it is about, such as "attention" (ranking.py);
-* ``when``: conditions on properties of a part and a way, by name: a value, a list of
-  values, or bounds (``at_least``, ``at_most``, ``below``, ``multiple_of``);
+* ``when``: conditions on properties of a part and a rewrite, by name: a value, a list
+  of values, or bounds (``at_least``, ``at_most``, ``below``, ``multiple_of``);
 * ``runs``: "cudnn" or "xla", with ``why`` where it is XLA;
 * ``slow_engines``: where one of these has cuDNN's first plan, XLA runs the part;
 * ``fast_engines``: where none of these has it, XLA runs the part;
@@ -26,17 +26,17 @@ with (products/kernels.py).
 A table may say nothing of what was not measured there. One rule holds for that, and for
 a target without a table: the table of the nearest architecture, and of the nearest
 cuDNN on it, decides that says something of it: has a row of its sort, or an order that
-holds. The table that is ``for_unknown`` comes
-first for a GPU that is not known. An engine's number means another engine on
-another architecture, and engines come and go with cuDNN's versions. So a row that names
-fast or preferred engines decides on its own architecture and version alone. Slow ones
-count on all versions of their architecture. The times of kernels' engines count
-everywhere: they only leave more to XLA (evidence.py).
+holds. The table that is ``for_unknown`` comes first for a GPU that is not known. An
+engine's number means another engine on another architecture, and engines come and go
+with cuDNN's versions. So a row that names fast or preferred engines decides on its own
+architecture and version alone. Slow ones count on all versions of their architecture.
+The times of kernels' engines count everywhere: they only leave more to XLA
+(evidence.py).
 
 What ``plans.calibrate`` measured on a machine's GPU is a table, too (own.py). It has no
 rows, but kernels of all families. They count as much as those of the package that were
 measured with the same architecture and cuDNN. Kernels of other tables count as if they
-were further away (`Tables.apart`).
+were further away (`Tables.distances`).
 """
 
 import functools
@@ -203,7 +203,7 @@ def _order(data: Mapping[str, Any]) -> Order:
 
 
 def holds(row: Row | Order, properties: object) -> bool:
-    """Whether all conditions of a row hold for the properties of a part and a way."""
+    """Whether all conditions of a row hold for a part and a rewrite."""
     return all(
         _is_met(wanted, getattr(properties, name)) for name, wanted in row.when.items()
     )
@@ -230,19 +230,19 @@ def _minor(target: Target | None) -> int:
 class Tables:
     """All tables, those that are nearest to a target first.
 
-    ``apart`` says by how much the kernels of each count as further away than those of
-    the nearest table that has some.
+    ``distances`` says how much is added to the distance of the kernels of each table:
+    nothing for the nearest table that has kernels.
     """
 
     tables: tuple[Table, ...]
-    apart: tuple[float, ...]
+    distances: tuple[float, ...]
 
     def about(self, of: str) -> Table:
         """Return the nearest table that says something about something."""
         return next((x for x in self.tables if x.says(of)), self.tables[0])
 
     def order(self, of: str, properties: object) -> tuple[str, ...]:
-        """Return the names of ways in their order, by the first order that holds."""
+        """Return the names of rewrites in order, by the first order that holds."""
         orders = itertools.chain.from_iterable(table.orders for table in self.tables)
         for order in orders:
             if order.of == of and holds(order, properties):
@@ -297,7 +297,7 @@ def _nearest_first(
             table.gpu != gpu,
         )
 
-    def apart(table: Table) -> float:
+    def kernel_distance(table: Table) -> float:
         is_other_gpu = table.gpu not in ("", gpu)
         return (
             _OTHER_ARCHITECTURE * (table.sm_version != sm_version)
@@ -306,6 +306,6 @@ def _nearest_first(
         )
 
     ordered = tuple(sorted(found, key=distance))
-    with_kernels = [apart(table) for table in ordered if table.data.get("kernels")]
-    least = min(with_kernels, default=0.0)
-    return Tables(ordered, tuple(max(0.0, apart(x) - least) for x in ordered))
+    with_kernels = (x for x in ordered if x.data.get("kernels"))
+    least = min(map(kernel_distance, with_kernels), default=0.0)
+    return Tables(ordered, tuple(max(0.0, kernel_distance(x) - least) for x in ordered))

@@ -84,6 +84,8 @@ def _derivative_of_maxima(
 
     def at(array: jax.Array, offset: Any) -> jax.Array:
         """Return the element of each window at an offset from its start."""
+        # Windows of 3 in steps of 2 over 7 numbers: there are 3 windows, and offset 1
+        # is x[1:6:2], the second number of each of them.
         axes = zip(array.shape, output.shape, strides, offset, strict=True)
         starts, spans, steps = zip(
             *(

@@ -22,7 +22,7 @@ _SAMPLES = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
+class TimedCandidate:
     """A candidate with its kernels' time, or with the failure of its build.
 
     ``candidate`` is the built plan where it builds: its workspace is then known.
@@ -33,7 +33,7 @@ class Timed:
     failure: str
 
 
-def time_candidates(part: Graph, target: Target) -> list[Timed]:
+def time_candidates(part: Graph, target: Target) -> list[TimedCandidate]:
     """Return all of cuDNN's candidates for a part, in cuDNN's order, with their times.
 
     They are those of the first way of rewriting the part that cuDNN takes; array work
@@ -47,7 +47,7 @@ def time_candidates(part: Graph, target: Target) -> list[Timed]:
     return []
 
 
-def time_candidates_of(part: Graph, rewrite: Rewrite) -> list[Timed]:
+def time_candidates_of(part: Graph, rewrite: Rewrite) -> list[TimedCandidate]:
     """Return the candidates for one way of rewriting a part, with their times.
 
     Raises:
@@ -60,7 +60,7 @@ def time_candidates_of(part: Graph, rewrite: Rewrite) -> list[Timed]:
 
 def _times(
     part: Graph, rewrite: Rewrite, listed: tuple[Candidate, ...], device: Any
-) -> Iterator[Timed]:
+) -> Iterator[TimedCandidate]:
     sets = draw_sets(part, device)
     changed = [list(jax.jit(rewrite.before)(operands)) for operands in sets]
     stopwatch = PlanStopwatch(rewrite.graph, changed, device)
@@ -70,15 +70,17 @@ def _times(
     ):
         if not candidate.request:
             failure = "this version of cudnn-frontend cannot name it"
-            yield Timed(candidate=candidate, time=None, failure=failure)
+            yield TimedCandidate(candidate=candidate, time=None, failure=failure)
             continue
         if candidate.refusal:
-            yield Timed(candidate=candidate, time=None, failure=candidate.refusal)
+            yield TimedCandidate(
+                candidate=candidate, time=None, failure=candidate.refusal
+            )
             continue
         try:
             plan = native.plan(text, request=candidate.request, device=ordinal)
         except (GraphError, UnsupportedError) as error:
-            yield Timed(candidate=candidate, time=None, failure=str(error))
+            yield TimedCandidate(candidate=candidate, time=None, failure=str(error))
             continue
         measured = stopwatch.time(plan, samples=_SAMPLES)
-        yield Timed(candidate=plan, time=measured, failure="")
+        yield TimedCandidate(candidate=plan, time=measured, failure="")

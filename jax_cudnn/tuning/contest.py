@@ -50,7 +50,7 @@ from jax_cudnn.tuning.stopwatch import (
     compile_over_sets,
     time_calls,
 )
-from jax_cudnn.tuning.together import Aside, Followed, Task, Work
+from jax_cudnn.tuning.together import Background, Task, WithFollowUp, Work
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -87,14 +87,14 @@ class Contest:
         """Measure; what is yielded is compiled before the next line."""
         self._check_time()
         (entrants,) = yield [self._entrants]
-        races, by_xla, example_of = yield from self._first_looks(entrants)
-        yield from self._last_looks(races)
+        races, by_xla, example_of = yield from self._time_first_plans(entrants)
+        yield from self._time_other_plans(races)
         return (yield from self._chosen(races, by_xla, example_of))
 
-    def _first_looks(
+    def _time_first_plans(
         self, entrants: Sequence[Entrant]
     ) -> Work[tuple[list[Race], Any, Any]]:
-        """Look at the first plan of each engine of each entrant.
+        """Build and time the first plan of each engine of each entrant.
 
         Returns the races, XLA's program, and the one that makes an example; None for a
         program that does not compile.
@@ -102,7 +102,7 @@ class Contest:
         firsts = [(entrant, each) for entrant in entrants for each in entrant.firsts]
         compile_xla = functools.partial(self._compiled_over_sets, self._run_xla)
         by_xla, example_of, _, *rest = yield [
-            Followed(compile_xla, self._started),
+            WithFollowUp(compile_xla, self._started),
             functools.partial(
                 self._compiled, functools.partial(make_example, self._part)
             ),
@@ -120,10 +120,10 @@ class Contest:
             for entrant, program in zip(entrants, prepare, strict=True)
             if program is not None
         ]
-        self._look(races, firsts, plans, is_last=False)
+        self._time_plans(races, firsts, plans, is_last=False)
         return races, by_xla, example_of
 
-    def _last_looks(self, races: Sequence[Race]) -> Work[None]:
+    def _time_other_plans(self, races: Sequence[Race]) -> Work[None]:
         """Time the plans of engines that are near the fastest, those near it longer."""
         is_all = self._max_plans is None
         others = [
@@ -131,9 +131,9 @@ class Contest:
         ]
         if self._pace.is_late:
             others = []
-        plans = yield [self._build_aside(*each) for each in others]
+        plans = yield [self._build_in_background(*each) for each in others]
         self._check_time()
-        self._look(races, others, plans, is_last=True)
+        self._time_plans(races, others, plans, is_last=True)
 
     def _chosen(
         self,
@@ -145,7 +145,7 @@ class Contest:
 
         All of these are timed one after the other, while nothing else runs.
         """
-        races = [race for race in races if race.looks]
+        races = [race for race in races if race.timed]
         ordered = [self._in_order(race) for race in races]
         winners = [functools.partial(run_cudnn, steps[0][0]) for steps in ordered]
         of_one = [functools.partial(self._compiled_error, run) for run in winners]
@@ -220,12 +220,12 @@ class Contest:
         plan = functools.partial(native.plan, device=ordinal)
         return self._allowed(plan, entrant.text, request=request)
 
-    def _build_aside(self, entrant: Entrant, request: str) -> Task | Aside:
+    def _build_in_background(self, entrant: Entrant, request: str) -> Task | Background:
         """Return what builds a plan, by other processes while others are timed."""
         if self._builders is None:
             return functools.partial(self._build, entrant, request)
         asked = (entrant.text, request)
-        return Aside(
+        return Background(
             functools.partial(self._builders.built_elsewhere, *asked),
             functools.partial(self._allowed, self._builders.taken, *asked),
         )
@@ -304,7 +304,7 @@ class Contest:
             lambda: time_calls(call, len(sets), samples=_SAMPLES).median_us
         )
 
-    def _look(
+    def _time_plans(
         self,
         races: Sequence[Race],
         asked: Sequence[tuple[Entrant, str]],
@@ -325,7 +325,7 @@ class Contest:
                 for entrant, request, plan in built
                 if entrant is race.entrant
             }
-            race.look(
+            race.time_plans(
                 new,
                 sets,
                 self._device,

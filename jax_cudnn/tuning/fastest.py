@@ -3,6 +3,16 @@
 
 `contest.py` says how one part is measured. Here is what parts share: programs that are
 compiled at once, other processes that build plans, and the time that there is.
+
+For example, 20 parts are to be measured within a minute, on a host with 8 cores.
+
+1. A part is expected to take 25 s of a core, which is 3.1 s of the host. A minute is
+   enough for 19 parts, but at most two parts for each core begin: 16.
+2. The programs of the 16 parts are compiled together. With 12 parts or more, other
+   processes build plans of some parts while plans of another part are timed.
+3. The 16 parts took 40 s, 2.5 s each. The other 20 s are enough for 8 parts, so the
+   last 4 begin. If the 16 parts had taken 56 s, one more would be measured, and then
+   `OutOfTimeError` raised for the other three.
 """
 
 import math
@@ -17,7 +27,7 @@ from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.offline.builders import PlanBuilders, plan_builders
 from jax_cudnn.tuning.contest import Contest
 from jax_cudnn.tuning.pace import Pace
-from jax_cudnn.tuning.together import Followed, Task, Work, in_stages, workers
+from jax_cudnn.tuning.together import Task, WithFollowUp, Work, in_stages, workers
 
 # Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
@@ -94,5 +104,5 @@ def measure_each(
 def _beside(tasks: Sequence[Task]) -> Work[None]:
     """Run tasks with the first programs: the first tasks only find the entrants."""
     yield []
-    # Those that are followed begin before all others.
-    yield [Followed(task, lambda result: result) for task in tasks]
+    # Tasks with a follow-up begin before all others.
+    yield [WithFollowUp(task, lambda result: result) for task in tasks]

@@ -90,8 +90,8 @@ class ProgramTimes:
             "cuDNN alone": self.cudnn_us,
             "each kernel's winner": self.kernels_us,
         }
-        told = [f"{name} {us:.1f}" for name, us in others.items() if us is not None]
-        beside = f" ({', '.join(told)})" if told else ""
+        shown = [f"{name} {us:.1f}" for name, us in others.items() if us is not None]
+        beside = f" ({', '.join(shown)})" if shown else ""
         return f"the whole program, in microseconds: {self.chosen_us:.1f}{beside}"
 
 
@@ -115,6 +115,11 @@ def settle(
       NotRunError: the program does not run with the kernels' winners.
     """
     start = time.monotonic()
+    # For example, cuDNN won convolutions and norms alone. The program takes 100 us with
+    # these winners, which is also "cudnn", 104 untuned and 98 by XLA, which fuses norms
+    # with what is around them. From that, convolutions change back to cuDNN, which
+    # takes 95 us, and norms, which takes 99. So XLA keeps the norms. All are timed once
+    # more, in turns.
     contest = _Contest(programs, found, runs, say)
     named: dict[str, Chosen] = {
         "kernels": dict(found),
@@ -155,13 +160,13 @@ def settle(
         chosen, best = improved, min(took, key=lambda name: took[name])
         if took[best] < us * (1 - _TIE):
             chosen, us = numbers[best], took[best]
-    told = {f"{name}_us": round(each, 1) for name, each in took.items()}
+    shown = {f"{name}_us": round(each, 1) for name, each in took.items()}
     is_xla_alone = all(map(_is_near, found.values()))
     times = ProgramTimes(
         chosen_us=round(us, 1),
         is_xla_alone=is_xla_alone and is_all,
         is_all=is_all,
-        **told,
+        **shown,
     )
     return contest.chosen(chosen), times
 
@@ -259,6 +264,8 @@ class _Contest:
 
         It is minus infinity where that is not known.
         """
+        # A call that takes 10 us by cuDNN and 14 us by XLA, and runs 3 times, loses 12
+        # us.
         moved = [
             key
             for key in self._found

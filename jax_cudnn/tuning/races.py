@@ -2,7 +2,7 @@
 """Finds the fastest of cuDNN's plans for one rewrite of a part.
 
 Building a plan takes far longer than timing it. So the first plan of each engine is
-built and looked at first, and then those of engines that may have a faster one.
+built and timed first, and then the other plans of engines that may have a faster one.
 """
 
 import logging
@@ -21,15 +21,16 @@ from jax_cudnn.tuning.stopwatch import PlanStopwatch, results_of
 
 _log = logging.getLogger("jax_cudnn")
 
-# A plan whose first launch is so many times slower than the best plan gets no other.
-_NO_LOOK = 3
-# A first look takes one sample of a plan, and another one where the first is this much
-# slower than the best: others may be built meanwhile, and disturb it. If an engine's
-# first plan is still so much slower, its others are not built. Of 127 kernels of GPT-2,
-# ConvNeXt and a U-Net on an H100 (cuDNN 9.19), none has its fastest plan among these,
-# which are 9 % of all. Nor are plans so slow looked at again. The others take a few
-# samples, and the fastest of these more.
-_LOOK_US = 500
+# A plan whose first launch takes this many times as long as the best plan is launched
+# no more.
+_HOPELESS = 3
+# The first plan of each engine is timed by one sample. If that is over _FAR times the
+# best plan's time, a second sample is taken: plans that are built meanwhile disturb the
+# first. If the plan is still that slow, the engine's other plans are not built. Of 127
+# kernels of GPT-2, ConvNeXt and a U-Net on an H100 (cuDNN 9.19), none has its fastest
+# plan among these, which are 9 % of all. In the end, plans up to _FAR times the best
+# are timed by _FEW_SAMPLES, and those up to _NEAR times by _SAMPLES.
+_FIRST_SAMPLE_US = 500
 _FAR = 1.5
 _FEW_SAMPLES = 2
 _NEAR = 1.05
@@ -58,30 +59,30 @@ class Entrant:
 
 @dataclass(kw_only=True)
 class Race:
-    """The plans of one entrant, and the times of those that ran.
+    """The plans of one entrant, and the times of those that ran, by their requests.
 
     ``prepare`` is the entrant's `prepared` as a compiled program.
     """
 
     entrant: Entrant
     prepare: Callable[..., Any]
-    looks: dict[str, tuple[native.PlanInfo, float]] = field(default_factory=lambda: {})
+    timed: dict[str, tuple[native.PlanInfo, float]] = field(default_factory=lambda: {})
 
     @property
     def best_us(self) -> float:
         """The time of the fastest plan; inf where none has run."""
-        return min((us for _, us in self.looks.values()), default=math.inf)
+        return min((us for _, us in self.timed.values()), default=math.inf)
 
     @property
     def first_us(self) -> float:
         """The time of the plan that runs untuned."""
         requests = (each.request for each in self.entrant.listed)
-        return next(self.looks[each][1] for each in requests if each in self.looks)
+        return next(self.timed[each][1] for each in requests if each in self.timed)
 
     @property
     def in_order(self) -> list[tuple[native.PlanInfo, float]]:
         """The plans that ran, with their times: the fastest come first."""
-        return sorted(self.looks.values(), key=lambda look: look[1])
+        return sorted(self.timed.values(), key=lambda entry: entry[1])
 
     def others(self, is_all: bool) -> list[str]:
         """Return the requests for plans that are not built yet and may be the best.
@@ -91,7 +92,7 @@ class Race:
         firsts = self.entrant.firsts
         far = {
             (plan.engine, plan.variant)
-            for plan, us in self.looks.values()
+            for plan, us in self.timed.values()
             if us > _FAR * self.best_us and not is_all
         }
         return [
@@ -100,7 +101,7 @@ class Race:
             if each.request not in firsts and (each.engine, each.variant) not in far
         ]
 
-    def look(
+    def time_plans(
         self,
         plans: Mapping[str, native.PlanInfo],
         sets: Sequence[Sequence[jax.Array]],
@@ -113,7 +114,7 @@ class Race:
 
         Those that do not run are left out.
         """
-        if not plans and not (is_last and self.looks):
+        if not plans and not (is_last and self.timed):
             return
         start = time.monotonic()
         changed, results = zip(*(self.prepare(*each) for each in sets), strict=True)
@@ -127,20 +128,20 @@ class Race:
                 plan,
                 stopwatch,
                 samples=1,
-                sample_us=_LOOK_US,
-                enough_us=self.best_us * _NO_LOOK,
+                sample_us=_FIRST_SAMPLE_US,
+                enough_us=self.best_us * _HOPELESS,
             )
         if is_last:
-            self._look_again(stopwatch, _FEW_SAMPLES, up_to=_FAR)
-            self._look_again(stopwatch, _SAMPLES, up_to=_NEAR)
+            self._time_again(stopwatch, _FEW_SAMPLES, up_to=_FAR)
+            self._time_again(stopwatch, _SAMPLES, up_to=_NEAR)
         else:
-            self._look_again(stopwatch, 1, above=_FAR, up_to=_NO_LOOK)
+            self._time_again(stopwatch, 1, above=_FAR, up_to=_HOPELESS)
         _log.debug(
             "%d plans of %s timed in %.2f s, after %.2f s for their operands",
             len(plans), label(graph), time.monotonic() - ready, ready - start,
         )  # fmt: skip
 
-    def _look_again(
+    def _time_again(
         self,
         stopwatch: PlanStopwatch,
         samples: int,
@@ -150,7 +151,7 @@ class Race:
     ) -> None:
         """Time plans again that took so many times as long as the best one."""
         low, high = above * self.best_us, up_to * self.best_us
-        for request, (plan, us) in [*self.looks.items()]:
+        for request, (plan, us) in [*self.timed.items()]:
             if low < us <= high:
                 self._time(request, plan, stopwatch, samples=samples)
 
@@ -165,9 +166,9 @@ class Race:
             us = stopwatch.time(plan, **options).median_us
         except (RuntimeError, MemoryError) as error:
             _log.debug("%s does not run: %s", plan.name, error)
-            self.looks.pop(request, None)
+            self.timed.pop(request, None)
         else:
-            self.looks[request] = plan, us
+            self.timed[request] = plan, us
 
 
 def promising(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles on all cores at once, and in part while the GPU is timed.
 
-XLA and cuDNN compile outside of Python's lock, and one thread times the GPU. What
-follows a task (`Followed`) runs in a second thread, one task after another. A task that
-uses neither the GPU nor much of this process (`Aside`) runs while others are timed.
+XLA and cuDNN compile outside of Python's lock, and one thread times the GPU. The
+follow-up of a task (`WithFollowUp`) runs in a second thread, one after another. A task
+that uses neither the GPU nor much of this process (`Background`) runs while the GPU is
+timed.
 
 For example, two works that each need two results. The first tasks of both run at the
 same time, and then the second tasks of both:
@@ -35,44 +36,44 @@ Task = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A task, and what is done with its result while other tasks run."""
+class WithFollowUp:
+    """A task, and a follow-up that takes its result while other tasks run."""
 
     task: Task
     after: Callable[[Any], Any]
 
     def __call__(self) -> Any:
-        """Run the task, and then what follows it."""
+        """Run the task, and then its follow-up."""
         return self.after(self.task())
 
 
 @dataclass(frozen=True)
-class Aside:
-    """A task that leaves the GPU alone, and what comes of it when nothing is timed.
+class Background:
+    """A task that runs beside others, and what follows it when nothing is timed.
 
-    ``after`` takes what returns the task's result or raises what the task did.
+    ``after`` takes a function that returns the task's result or raises its exception.
     """
 
     task: Task
     after: Callable[[Callable[[], Any]], Any]
 
 
-# Yields what is to be compiled before it goes on, and is sent what that gave.
-Work = Generator[Sequence[Task | Aside], list[Any], _T]
+# A generator. It yields the tasks whose results it needs next, and is sent these.
+Work = Generator[Sequence[Task | Background], list[Any], _T]
 
 # More than that many programs at a time would need much of the host's memory.
 _MOST_THREADS = 16
 
 
 def workers() -> int:
-    """Return how many compile at once."""
+    """Return how many tasks run at once."""
     return min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
-    """Return what the tasks return, which run at the same time.
+    """Run the tasks at the same time, and return their results in order.
 
-    What took how long is logged, for whoever wants to make it faster.
+    The time of each is logged.
     """
     is_double = jax.config.read("jax_enable_x64")
     start = time.monotonic()
@@ -88,14 +89,16 @@ def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
     with ThreadPoolExecutor(workers()) as pool, ThreadPoolExecutor(1) as one:
 
         def run(task: Callable[[], Any]) -> Any:
-            if not isinstance(task, Followed):
+            if not isinstance(task, WithFollowUp):
                 return timed(_name(task), task)
             after = functools.partial(task.after, timed(_name(task.task), task.task))
             return one.submit(timed, _name(after), after)
 
-        # What is followed comes first: what follows is the longest line of all.
+        # Of three compilations, the third may have to run once on the GPU. It begins
+        # first, so that its run may be over when the other two are compiled.
+        # Tasks with a follow-up come first: follow-ups run one after another.
         order = sorted(
-            range(len(tasks)), key=lambda i: not isinstance(tasks[i], Followed)
+            range(len(tasks)), key=lambda i: not isinstance(tasks[i], WithFollowUp)
         )
         try:
             ran = pool.map(run, [tasks[i] for i in order])
@@ -125,19 +128,22 @@ def _name(task: Callable[[], Any]) -> str:
 def in_stages(works: Sequence[Work[_T]]) -> Iterator[_T]:
     """Yield what the works return, in their order.
 
-    Their tasks run together; between these, one work after another goes on. What goes
-    on aside begins at once.
+    Their tasks run together. Between these, one work after another goes on. Tasks in
+    the background begin as soon as a work yields them.
     """
-    aside = ThreadPoolExecutor(workers())
+    background = ThreadPoolExecutor(workers())
 
-    def begun(tasks: Sequence[Task | Aside]) -> list[Task]:
+    def begun(tasks: Sequence[Task | Background]) -> list[Task]:
         return [
-            functools.partial(each.after, aside.submit(each.task).result)
-            if isinstance(each, Aside)
+            functools.partial(each.after, background.submit(each.task).result)
+            if isinstance(each, Background)
             else each
             for each in tasks
         ]
 
+    # Works 0 and 1 are generators. `asked` has the tasks that each one has yielded:
+    # they run together, and each work is sent its own results and yields its next
+    # tasks. If work 1 ends first, its result waits in `returned` for that of work 0.
     try:
         asked = {i: begun(next(work)) for i, work in enumerate(works)}
         returned: dict[int, _T] = {}
@@ -155,4 +161,4 @@ def in_stages(works: Sequence[Work[_T]]) -> Iterator[_T]:
                     yield returned.pop(yielded)
                     yielded += 1
     finally:
-        aside.shutdown(wait=False, cancel_futures=True)
+        background.shutdown(wait=False, cancel_futures=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jax_cudnn import cache
-from jax_cudnn.calibration import kept
+from jax_cudnn.calibration import storing
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import Rewrite
 from jax_cudnn.policy import measured_as, ranked
@@ -23,10 +23,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Keep what is calibrated in a folder of the test's own, and return it."""
     before = cache.settings()
     cache.configure(cache.Settings(directory=tmp_path / "cache"))
-    kept.use()
+    storing.reload()
     yield tmp_path / "cache"
     cache.configure(before)
-    kept.use()
+    storing.reload()
 
 
 def kernel(
@@ -56,14 +56,14 @@ def row(like: Kernel, ratio: float, number: int = 0, **fields: Any) -> dict[str,
     }
 
 
-def first_way(part: Graph, target: Target = H100) -> Rewrite:
+def first_rewrite(part: Graph, target: Target = H100) -> Rewrite:
     """Return the way to run a part that is tried first."""
     return ranked(part, target)[0].rewrite
 
 
 def rows_like(part: Graph, ratio: float, count: int = 8) -> list[dict[str, Any]]:
     """Return rows of kernels that are as a part's, all of one ratio."""
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     return [row(like, ratio, number) for number in range(count)]
 

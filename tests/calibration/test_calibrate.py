@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jax_cudnn import cli, plans
-from jax_cudnn.calibration import api, choosing, kept, measuring
+from jax_cudnn.calibration import api, choosing, measuring, storing
 from jax_cudnn.cli import calibrate as command
 from jax_cudnn.errors import GraphError, LibraryError
 from jax_cudnn.graph import Graph
@@ -83,14 +83,14 @@ def test_it_goes_on_where_it_ended(machine: _Machine) -> None:
     plans.calibrate(seconds=21)
     assert len(machine.batches) == 4
     assert len(set(machine.measured)) == 4 * _BATCH
-    assert len(kept.measured_rows(H100)) == 4 * _BATCH
+    assert len(storing.measured_rows(H100)) == 4 * _BATCH
 
 
 def test_every_batch_is_kept_at_once(machine: _Machine) -> None:
     machine.fails_at = 2
     with pytest.raises(KeyboardInterrupt):
         plans.calibrate(seconds=1000)
-    assert len(kept.measured_rows(H100)) == 2 * _BATCH
+    assert len(storing.measured_rows(H100)) == 2 * _BATCH
 
 
 def test_what_was_measured_with_other_versions_is_measured_again(
@@ -126,7 +126,7 @@ def test_only_calls_that_are_wanted_are_measured(
 def test_what_keeps_it_from_measuring_is_said_first(
     machine: _Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept.keep(H100, _ROWS)
+    storing.store(H100, _ROWS)
     file_of(H100, folder).write_text("{}")
     with pytest.raises(GraphError, match="is not a calibration"):
         plans.calibrate(seconds=1000)
@@ -159,7 +159,7 @@ def test_without_a_gpu_it_is_said_what_there_is() -> None:
     ]
     with pytest.raises(LibraryError, match="JAX sees none here"):
         plans.calibrate(seconds=1)
-    kept.keep(H100, _ROWS)
+    storing.store(H100, _ROWS)
     text = str(plans.calibrated())
     assert f"4 kernels measured on {H100.name} with cuDNN 9.19.0, JAX " in text
     assert "matmul, 16 bits" in text
@@ -170,13 +170,13 @@ def test_the_calibration_of_this_gpu_comes_first(
 ) -> None:
     l4 = replace(H100, name="NVIDIA L4", sm_version=89)
     monkeypatch.setattr(api, "local_target", lambda: (0, l4))
-    kept.keep(H100, _ROWS)
-    kept.keep(replace(l4, cudnn_version=92000), _ROWS)
+    storing.store(H100, _ROWS)
+    storing.store(replace(l4, cudnn_version=92000), _ROWS)
     known = plans.calibrated()
     assert [each.gpu for each in known.own] == [l4.name, H100.name]
     assert not known.is_covered
     assert "`jax-cudnn calibrate` measures this GPU." in str(known)
-    kept.keep(l4, _ROWS)
+    storing.store(l4, _ROWS)
     known = plans.calibrated()
     assert known.is_covered
     assert "the nearest decides" not in " ".join(str(known).split())
@@ -207,7 +207,7 @@ def test_the_command_exports_imports_and_forgets(
     written = tmp_path / "mine.json"
     assert _run("--export", written) == 1
     assert "nothing was calibrated for NVIDIA H100" in capsys.readouterr().err
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     assert _run("--export", written) == 0
     assert capsys.readouterr().out == f"written to {written}\n"
     assert json.loads(written.read_text())["gpu"] == H100.name
@@ -217,7 +217,7 @@ def test_the_command_exports_imports_and_forgets(
     assert capsys.readouterr().out == "removed 0 calibrations\n"
     assert _run("--import", written) == 0
     assert capsys.readouterr().out == f"kept as {path}\n"
-    assert len(kept.measured_rows(H100)) == 4
+    assert len(storing.measured_rows(H100)) == 4
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_command_names_a_file_that_is_broken(
     garbage.write_text("garbage")
     assert _run("--import", garbage) == 2
     assert f"{garbage} is not a calibration: " in capsys.readouterr().err
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     path.write_text("garbage")
     assert _run("--show") == 0
     assert f"Not used: {path} is not a calibration: " in capsys.readouterr().out

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn
-from jax_cudnn.calibration import kept
+from jax_cudnn.calibration import storing
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.policy import evidence, measured_as, ranked, tables
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
-from tests.calibration.shared import H100, first_way, folder, row, rows_like
+from tests.calibration.shared import H100, first_rewrite, folder, row, rows_like
 from tests.policy import answers
 from tests.products.shared.grouped_layers import GroupedLayer
 
@@ -53,18 +53,18 @@ def _is_xlas(part: Graph, target: Target = H100) -> bool:
 @pytest.mark.parametrize("name", _PARTS)
 def test_kernels_of_this_gpu_decide_in_every_family(name: str) -> None:
     part = _PARTS[name]()
-    kept.keep(H100, rows_like(part, 1.5))
+    storing.store(H100, rows_like(part, 1.5))
     assert _is_xlas(part)
     told = ranked(part, H100)[0].slower
     assert "for 8 of the 8 measured kernels" in told
     assert "1.50 in the mean" in told
     assert ranked(part, H100)[0].by == "8 kernels calibrated on this GPU"
-    kept.keep(H100, rows_like(part, 0.2))
+    storing.store(H100, rows_like(part, 0.2))
     first, *_ = ranked(part, H100)
     assert not first.slower
     # No row asks for other engines than those that were measured.
     assert first.fast_engines == ()
-    kept.drop()
+    storing.remove_all()
     assert _is_xlas(part) == (name in ("norm", "product"))
 
 
@@ -72,7 +72,7 @@ def test_kernels_of_this_gpu_decide_in_every_family(name: str) -> None:
 def test_too_few_kernels_decide_nothing(name: str) -> None:
     part = _PARTS[name]()
     before = ranked(part, H100)
-    kept.keep(H100, rows_like(part, 0.2 if before[0].slower else 1.5, 2))
+    storing.store(H100, rows_like(part, 0.2 if before[0].slower else 1.5, 2))
     assert [bool(x.slower) for x in ranked(part, H100)] == [
         bool(x.slower) for x in before
     ]
@@ -80,15 +80,15 @@ def test_too_few_kernels_decide_nothing(name: str) -> None:
 
 def test_nothing_changes_where_nothing_was_calibrated() -> None:
     assert tables_for(H100).tables == tables.shipped()
-    assert tables_for(H100).apart == (0.0, 1.0)
-    kept.keep(H100, ())
+    assert tables_for(H100).distances == (0.0, 1.0)
+    storing.store(H100, ())
     assert tables_for(H100).tables == tables.shipped()
 
 
 def test_answers_elsewhere_are_as_ever() -> None:
     """What was calibrated on one GPU decides nothing for others that were measured."""
     part = _PARTS["norm"]()
-    kept.keep(_L4, rows_like(part, 0.2))
+    storing.store(_L4, rows_like(part, 0.2))
     expected = json.loads(answers.FILE.read_text())
     some = dict([*answers.parts().items()][::9])
     for key, each in some.items():
@@ -99,27 +99,27 @@ def test_answers_elsewhere_are_as_ever() -> None:
 
 def test_another_gpu_of_the_architecture_counts_as_further_away() -> None:
     other = replace(H100, name="NVIDIA H200")
-    kept.keep(other, rows_like(_PARTS["norm"](), 0.2))
+    storing.store(other, rows_like(_PARTS["norm"](), 0.2))
     assert [table.gpu for table in tables_for(H100).tables] == [other.name, "", ""]
-    assert tables_for(H100).apart == (0.5, 0.0, 1.0)
+    assert tables_for(H100).distances == (0.5, 0.0, 1.0)
     by = "8 kernels calibrated on NVIDIA H200 with cuDNN 9.19"
     assert ranked(_PARTS["norm"](), H100)[0].by == by
-    assert tables_for(other).apart == (0.0, 0.0, 1.0)
+    assert tables_for(other).distances == (0.0, 0.0, 1.0)
 
 
 def test_another_cudnn_counts_as_further_away() -> None:
     part = _PARTS["product"]()
-    kept.keep(H100, rows_like(part, 0.2))
-    assert tables_for(H100).apart == (0.0, 0.0, 1.0)
+    storing.store(H100, rows_like(part, 0.2))
+    assert tables_for(H100).distances == (0.0, 0.0, 1.0)
     # The nearest there are: what all are away by is nothing.
-    assert tables_for(_NEWER).apart == (0.0, 0.0, 0.0)
-    kept.drop()
-    kept.keep(_NEWER, rows_like(part, 0.2))
-    assert tables_for(_NEWER).apart == (0.0, 1.0, 1.0)
-    assert tables_for(H100).apart == (0.0, 1.0, 1.0)
+    assert tables_for(_NEWER).distances == (0.0, 0.0, 0.0)
+    storing.remove_all()
+    storing.store(_NEWER, rows_like(part, 0.2))
+    assert tables_for(_NEWER).distances == (0.0, 1.0, 1.0)
+    assert tables_for(H100).distances == (0.0, 1.0, 1.0)
     assert [table.cudnn for table in tables_for(H100).tables] == [919, 920, 928]
-    assert tables_for(_L4).apart == (0.0, 1.5, 1.0)
-    like = measured_as(part, first_way(part), H100)
+    assert tables_for(_L4).distances == (0.0, 1.5, 1.0)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     far, near = (evidence.verdict_on(like, tables_for(x)) for x in (H100, _NEWER))
     assert far is not None
@@ -130,10 +130,10 @@ def test_another_cudnn_counts_as_further_away() -> None:
 
 def test_rows_of_the_nearest_table_go_before_kernels_that_are_further_away() -> None:
     part = _PARTS["norm"]()
-    kept.keep(_NEWER, rows_like(part, 0.2))
+    storing.store(_NEWER, rows_like(part, 0.2))
     assert _is_xlas(part)
     assert not _is_xlas(part, _NEWER)
-    kept.keep(replace(H100, cudnn_version=92100), rows_like(part, 0.3, 4))
+    storing.store(replace(H100, cudnn_version=92100), rows_like(part, 0.3, 4))
     newest = replace(H100, cudnn_version=92100)
     assert [way.by for way in ranked(part, newest)] == [
         "4 kernels calibrated on this GPU, "
@@ -152,7 +152,7 @@ def test_slow_engines_add_to_those_of_the_package() -> None:
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
     shipped = kernels.slow_engines(part, H100, tables_for(H100))
     assert shipped
-    kept.keep(H100, _slow_rows(97, "conv_fprop, 16 bits, alone, 2 axes"))
+    storing.store(H100, _slow_rows(97, "conv_fprop, 16 bits, alone, 2 axes"))
     assert kernels.slow_engines(part, H100, tables_for(H100)) == (*shipped, 97)
     assert kernels.slow_engines(part, _L4, tables_for(_L4)) == ()
 
@@ -160,10 +160,10 @@ def test_slow_engines_add_to_those_of_the_package() -> None:
 def test_an_engine_that_was_slow_nearby_leaves_a_part_to_xla_everywhere() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     engines = {"77": 1.0, "98": 12.0}
-    kept.keep(H100, [row(like, 0.5, i, engines=engines) for i in range(8)])
+    storing.store(H100, [row(like, 0.5, i, engines=engines) for i in range(8)])
     for target in (H100, _NEWER, _L4):
         (first, *_) = ranked(part, target)
         assert not first.slower
@@ -174,10 +174,10 @@ def test_an_engine_that_was_slow_nearby_leaves_a_part_to_xla_everywhere() -> Non
 def test_a_plan_that_was_faster_goes_first_with_the_same_cudnn_alone() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    like = measured_as(part, first_way(part), H100)
+    like = measured_as(part, first_rewrite(part), H100)
     assert like is not None
     engines = {"77": 1.0, "78": 0.5}
-    kept.keep(H100, [row(like, 1.0, i, engines=engines) for i in range(8)])
+    storing.store(H100, [row(like, 1.0, i, engines=engines) for i in range(8)])
     (first, *_) = ranked(part, H100)
     preferred = {"first_engine": 77, "wanted": [{"engine": 78}]}
     assert preferred in json.loads(first.preference)["preferred"]

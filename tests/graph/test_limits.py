@@ -281,7 +281,7 @@ def test_every_row_has_its_words() -> None:
     graph = f8_graph()
     roles = roles_in(graph, graph.nodes[0])
     for row in _ROWS:
-        assert not {*row.told(_target(91900), roles)} & {*"{}"}
+        assert not {*row.message(_target(91900), roles)} & {*"{}"}
 
 
 # Of each row that is no bug, or is written around: targets that have it, and the next

@@ -39,7 +39,7 @@ def _slower(part: Graph) -> str:
     verdict = evidence.verdict_on(kernel, _TABLES) if kernel is not None else None
     if kernel is None or verdict is None or verdict.is_faster:
         return ""
-    return evidence.told(kernel, verdict)
+    return evidence.described(kernel, verdict)
 
 
 _DATA = Path(jax_cudnn.__file__).parent / "data/policy/sm90-cudnn9.19.json"

@@ -22,6 +22,7 @@ from jax_cudnn.policy import ranked
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
 from tests.common.legal_ways import check_bad_numbers, check_ways
+from tests.products.convs import measured_depthwise as depthwise
 from tests.products.shared.grouped_layers import GroupedLayer
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -312,9 +313,6 @@ def test_auto_goes_by_what_was_measured(
     lost: list[tuple[str, int]],
 ) -> None:
     """In each row of the table whose first way is clearly faster or slower."""
-    # Last on the path, so that the package is the installed one.
-    from benchmarks.products import depthwise
-
     file_of_rows = _ROOT / f"docs/internals/measured/{file}.json"
     data = json.loads(file_of_rows.read_text())
     rows = {(row["op"], row["operands"]): row for row in data["rows"]}
@@ -322,7 +320,7 @@ def test_auto_goes_by_what_was_measured(
         f"9.{target.cudnn_version // 100 % 100}."
     )
     left, slow, judged = [], [], 0
-    for cell in depthwise.cells(small=False):
+    for cell in depthwise.MEASURED:
         for part in cell.parts():
             row = rows.get((depthwise.named_op(part), operand_text(part)))
             if row is None:
@@ -359,10 +357,7 @@ def test_sums_of_few_shifted_products_are_left_to_xla(
     target: Target,
 ) -> None:
     """Whatever was measured of other depthwise convolutions."""
-    # Last on the path, so that the package is the installed one.
-    from benchmarks.products import depthwise
-
-    cell = depthwise.Cell(
+    cell = depthwise.Depthwise(
         images=(32, 2048, 256),
         window=taps,
         dtype=dtype,

@@ -93,8 +93,8 @@ def test_an_engine_is_judged_by_its_own_times() -> None:
     with_both = [(replace(kernel(), engines={4: 0.6, 7: 2.5}), 0.6)] * 4
     others = [(replace(kernel(), engines={4: 0.7}), 0.7)] * 8
     known = Measured([*others, *with_both])
-    assert len([*known.near_kernels(kernel())]) == 12
-    assert [*known.near_kernels(kernel(depth=64 * 21))] == []
+    assert len([*known.neighbours(kernel())]) == 12
+    assert [*known.neighbours(kernel(depth=64 * 21))] == []
 
     def ratio(engine: int) -> float:
         found = known.verdict(kernel(), engine)

@@ -20,7 +20,7 @@ from jax_cudnn.choices import Choice
 from jax_cudnn.cli import bench, calls, main
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.tuning.candidate_times import Timed
+from jax_cudnn.tuning.candidate_times import TimedCandidate
 from jax_cudnn.tuning.stopwatch import Measurement
 from tests.common.planner import H200, PIN, made_plan
 
@@ -329,10 +329,10 @@ def test_bench_needs_a_gpu(
 # --- times ----------------------------------------------------------------------------
 
 
-def _timed(name: str, us: float | None, failure: str = "") -> Timed:
+def _timed(name: str, us: float | None, failure: str = "") -> TimedCandidate:
     candidate = replace(made_plan(PIN), name=name)
     time = us and Measurement(median_us=us, low_us=us - 1, high_us=us + 2)
-    return Timed(candidate=candidate, time=time or None, failure=failure)
+    return TimedCandidate(candidate=candidate, time=time or None, failure=failure)
 
 
 _CHOICE = Choice(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn.tuning.together import Aside, Followed, in_stages, together
+from jax_cudnn.tuning.together import Background, WithFollowUp, in_stages, together
 
 pytestmark = pytest.mark.once
 
@@ -41,7 +41,7 @@ def test_what_follows_a_task_runs_alone_while_others_go_on() -> None:
         return found.upper()
 
     # The last task lets what follows go on, with one thread for all but these.
-    tasks = [Followed(functools.partial(str, each), follow) for each in "ab"]
+    tasks = [WithFollowUp(functools.partial(str, each), follow) for each in "ab"]
     found = together([tasks[0], lambda: 1, tasks[1], others.set])
     assert found == ["A", 1, "B", None]
     assert sorted(told[::2]) == ["a begins", "b begins"]
@@ -54,7 +54,7 @@ def test_what_follows_may_raise() -> None:
         raise KeyError(found)
 
     with pytest.raises(KeyError, match="7"):
-        together([Followed(lambda: 7, fail), lambda: None])
+        together([WithFollowUp(lambda: 7, fail), lambda: None])
 
 
 def test_double_precision_holds_in_the_threads() -> None:
@@ -115,7 +115,7 @@ def test_what_goes_on_aside_begins_while_others_are_timed() -> None:
 
     def first() -> Generator[list[Any], list[Any], str]:
         yield []
-        (found,) = yield [Aside(build, take)]
+        (found,) = yield [Background(build, take)]
         return found
 
     def second() -> Generator[list[Any], list[Any], str]:
@@ -138,7 +138,7 @@ def test_what_fails_aside_is_told_to_what_comes_of_it() -> None:
         return "told"
 
     def work() -> Generator[list[Any], list[Any], str]:
-        (found,) = yield [Aside(fail, take)]
+        (found,) = yield [Background(fail, take)]
         return found
 
     assert list(in_stages([work()])) == ["told"]
@@ -154,9 +154,9 @@ def test_nothing_goes_on_aside_once_a_work_has_failed() -> None:
         ended.release()
 
     def work() -> Generator[list[Any], list[Any], str]:
-        asides = [Aside(wait, lambda built: built()) for _ in range(3)]
+        asides = [Background(wait, lambda built: built()) for _ in range(3)]
         yield []
-        yield [*asides, Aside(late.set, lambda built: built())]
+        yield [*asides, Background(late.set, lambda built: built())]
         return "never"
 
     with pytest.raises(TimeoutError):

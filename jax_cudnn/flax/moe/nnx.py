@@ -70,10 +70,10 @@ class _ProductStates(F8Holder):
 
     def known(self) -> States:
         """Return the states as arrays; cotangents have the scales of their own."""
-        held = {name: getattr(self, name) for name in self.names}
+        variables = {name: getattr(self, name) for name in self.names}
         return {
             name: DenseState(each.x[...], each.w[...], None)
-            for name, each in held.items()
+            for name, each in variables.items()
         }
 
     def note(self, following: States) -> None:

@@ -123,6 +123,10 @@ def _write(
 
     Those that are zero are left out.
     """
+    # For gelu(x @ w) with the cotangent g of the result, nodes are taken from the last
+    # one back: the gradient of z = x @ w is gelu_grad(z, g), and with it those of x and
+    # w are two matmuls. z is an operand of that graph, since the forward graph saves
+    # it.
     dtypes = [accumulator(t.dtype) for t in graph.tensors]
     writer = GradientWriter(graph, "f64" if "f64" in dtypes else "f32")
     cotangents: dict[str, list[str]] = {

@@ -134,7 +134,7 @@ class _Fold:
             return None
         maxima = made_by(filter(is_max_or_min, self._graph.nodes))
         if not sums.isdisjoint(maxima):
-            return None  # What is added up afterwards are the shares of sums.
+            return None  # Only partial sums are added up afterwards.
         axes = {name: self._axes[name] for name in sizes}
         return FoldRule(letter=self._letter, axes=axes, sizes=sizes, sums=sums)
 
@@ -153,6 +153,9 @@ class _Fold:
         has them as well, unless it broadcasts: that goes back to the inputs, and on
         from there.
         """
+        # If only x of act(x @ w) has examples, x @ w and act(x @ w) get them too. w has
+        # no rows, so with the letter "m" it stays shared. If only w has examples, "b"
+        # is the letter that fits: x has size 1 there, and broadcasts.
         folded = set(batched)
         grown = True
         while grown:
@@ -194,6 +197,9 @@ class _Fold:
 
         None where that is not one size.
         """
+        # Three examples of (1, 14, 24) @ (1, 24, 5) and of its bias (1, 1, 5) fold into
+        # the rows. The bias of each example is broadcast to the 14 rows that it is
+        # added to, so that (1, 42, 5) is added to (1, 42, 5).
         groups = {name: {name} for name in folded}
         fixed: set[str] = set()
         for node in self._graph.nodes:

@@ -157,6 +157,10 @@ def _gradient(
     wanted: tuple[bool, ...],
     nonzero: tuple[bool, ...],
 ) -> BackwardGraph:
+    # The gradient of sdpa(query, key, value) -> output reads all of these, `stats`,
+    # which `_with_residuals` has added to the results, and grad_output. So `operands`
+    # are ("input", 0), ("input", 1), ("input", 2), ("output", 0), ("output", 1) and
+    # ("cotangent", 0).
     full = _with_residuals(graph, backward)
     (node,) = full.nodes
     row = kind_named(backward).row.form(dict(node.inputs))

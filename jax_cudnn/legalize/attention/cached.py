@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a cache as cuDNN takes it; roles and letters as in node_kinds.json.
+"""Rewrites attention over a cache for cuDNN; roles and letters as in node_kinds.json.
 
 The cache is never copied: what would need that is left to XLA. Around the kernel,
 
@@ -40,8 +40,8 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     if reasons := _reasons(editor):
         return Legalization(reasons=tuple(reasons), advice=ADVICE)
     as_heads = _fits_as_heads(editor)
-    ways = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
-    return Legalization(candidates=(*ways, _edited(editor)))
+    rewrites = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
+    return Legalization(candidates=(*rewrites, _edited(editor)))
 
 
 def _edited(editor: GraphEditor) -> Rewrite:
@@ -106,7 +106,7 @@ def hide_rows_of_cache(editor: GraphEditor) -> None:
     def after(env: Env, results: Env) -> None:
         ends = _ends(tensors, env)
         for role in results:
-            defined = _Defined.of(role, ends, attributes)
+            defined = _DefinedRows.of(role, ends, attributes)
             is_computed, fill = (to_stored(tensors[role], x) for x in defined)
             x = results[role]
             results[role] = jnp.where(is_computed, x, fill.astype(x.dtype))
@@ -114,14 +114,14 @@ def hide_rows_of_cache(editor: GraphEditor) -> None:
     editor.after.append(after)
 
 
-class _Defined(NamedTuple):
+class _DefinedRows(NamedTuple):
     """The rows that a kernel computes, and what the others are, as (b, 1, s, 1)."""
 
     is_computed: jax.Array
     fill: jax.Array
 
     @classmethod
-    def of(cls, role: str, ends: Ends, attributes: CachedAttributes) -> "_Defined":
+    def of(cls, role: str, ends: Ends, attributes: CachedAttributes) -> "_DefinedRows":
         """Return them for a result."""
         is_lost = ends.lost_rows(attributes)
         empty = -jnp.inf if role == "stats" else 0.0
@@ -202,6 +202,9 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Rewrite:
     single = _single_query_graph(roles, attributes)
     rewrite = _edited(GraphEditor.by_role(single))
 
+    # For example, 5 causal queries at positions 95 to 99, with 8 heads. The query
+    # (b, 8, 5, d) becomes (b, 40, 1, d): a single query, which sees keys 0 to 94.
+    # `after` adds keys 95 to 99, of which each query sees those up to its own position.
     def given(operands: Sequence[jax.Array]) -> tuple[Env, Ends]:
         env = by_role(graph, operands)
         return env, _ends(roles, env)
@@ -228,7 +231,7 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Rewrite:
             stats = stats[..., None]
         found = {"output": output, "stats": stats}
         for role, x in found.items():
-            defined = _Defined.of(role, ends, attributes)
+            defined = _DefinedRows.of(role, ends, attributes)
             found[role] = jnp.where(defined.is_computed, x, defined.fill)
         results = (
             (tensor, found[role_of[tensor.name]]) for tensor in graph.output_tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over f8 operands as cuDNN takes it; roles as in graph/attention/f8.py.
+"""Rewrites attention over f8 operands for cuDNN; roles as in graph/attention/f8.py.
 
 Lengths, rows that see no key and the sign of the scale are handled as in sdpa.py. Head
 sizes are padded to multiples of 16.

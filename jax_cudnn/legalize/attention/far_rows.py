@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of attention rows whose log-sum-exp is far from 0, beside the kernel.
+"""Computes by XLA the gradient of attention rows whose log-sum-exp is far from 0.
 
 Kernels compute probabilities again as exp(score - stats) in f32. A row whose bias is
 -1e9 for every key, as padding has it, has stats of -1e9: f32 has no digits left there
 for the number of keys, and the probabilities are too large by that number. The saved
-log-sum-exp cannot be mended, and a bias that is shifted row by row costs as much as
+log-sum-exp cannot be repaired, and a bias that is shifted row by row costs as much as
 reading and writing all of it in each call.
 
 So the kernel gets a log-sum-exp for such rows that makes their probabilities 0, and the
@@ -28,7 +28,7 @@ from jax_cudnn.graph import SdpaAttributes, Tensor
 from jax_cudnn.graph.attention.score_mod import OPERANDS, largest
 from jax_cudnn.legalize.attention.masks import DEAD_STATS, unfolded
 from jax_cudnn.legalize.attention.passes import attention_pass, attributes_of
-from jax_cudnn.legalize.common.editor import Env, GraphEditor, Rare
+from jax_cudnn.legalize.common.editor import Env, GraphEditor, SlowPath
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.interpreter import to_logical
 
@@ -72,8 +72,8 @@ def take_far_rows(editor: GraphEditor) -> None:
     def after(env: Env, results: Env) -> None:
         results.update(rows.add_to(results, env))
 
-    editor.rare = Rare(
-        happens=lambda env: jnp.any(is_far(env["stats"])), before=before, after=after
+    editor.slow_path = SlowPath(
+        is_needed=lambda env: jnp.any(is_far(env["stats"])), before=before, after=after
     )
 
 
@@ -113,6 +113,8 @@ class _FarRows:
         split = (grid[0], at_once[0], grid[1], -1)
         is_group_read = jnp.any(jnp.reshape(is_read, split), axis=(1, 3)).ravel()
         end = is_group_read.size
+        # 4 batch entries of 2 key heads are 8 groups. If only groups 3 and 6 have far
+        # rows, `pending` is (8, 8, 8, 3, 8, 8, 6, 8): the loop goes from 3 to 6 to 8.
         numbers = jax.lax.iota(jnp.int32, end)
         # The numbers of the groups to compute; `end` in the places of the others.
         pending = jax.lax.select(is_group_read, numbers, jnp.full_like(numbers, end))
@@ -268,6 +270,8 @@ def _gradients(
     blocks = -(-s // max(1, min(s, _MOST_SCORES // (b * h * t))))
     if blocks == 1:
         return _of_rows(attributes, given, wanted)
+    # Ten rows in three blocks of 4 rows: the blocks begin at rows 0, 4 and 6. Rows 6
+    # and 7 are in two blocks, and `is_read` is False for them in the last one.
     size = -(-s // blocks)
     more = [role for role in ("bias", "sinks") if f"grad_{role}" in wanted]
     roles = ["query", "key", "value", *more]

@@ -33,7 +33,7 @@ def by_other_operands(
     """Legalise a graph by a rule for other operands and attributes.
 
     ``tensors`` are the operands by role, and ``made`` makes their arrays of the graph's
-    own. ``note`` is added to each way.
+    own. ``note`` is added to each rewrite.
     """
     (node,) = graph.nodes
     role_of = {name: role for role, name in node.outputs}
@@ -49,8 +49,8 @@ def by_other_operands(
         return tuple(env[role] for role in other.inputs)
 
     found = rule(other, target)
-    ways = (around(way, given, notes=(note,)) for way in found.candidates)
-    return replace(found, candidates=tuple(ways))
+    rewrites = (around(rewrite, given, notes=(note,)) for rewrite in found.candidates)
+    return replace(found, candidates=tuple(rewrites))
 
 
 def operands_in(graph: Graph) -> dict[str, Tensor]:

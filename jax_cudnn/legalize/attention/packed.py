@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Legalises attention whose rows hold several sequences.
 
-cuDNN takes them one behind another ("ragged", THD): each tensor comes with the places
+cuDNN takes them one after another ("ragged", THD): each tensor comes with the places
 in memory where its sequences begin, and nothing is padded. Beside a bias or a mask, and
 where a GPU or a version has no plan for that, the sequences become a mask of s * t.
 """
@@ -85,9 +85,9 @@ def _why_not_ragged(
     if any(bound < 0 for bound in attributes.window):
         return f"cuDNN has no band for the window {list(attributes.window)}"
     if NO_PACKED_STATS.is_here(target):
-        return NO_PACKED_STATS.told(target, roles)
+        return NO_PACKED_STATS.message(target, roles)
     if LARGE_PACKED_HEADS.is_here(target) and _largest_gradient_head(roles) > 128:
-        return LARGE_PACKED_HEADS.told(target, roles)
+        return LARGE_PACKED_HEADS.message(target, roles)
     largest = max(math.prod(tensor.dims) for tensor in roles.values())
     if largest * _most_padding(query, roles["value"]) >= 2**31:
         return "their offsets would be 2^31 or more"
@@ -127,7 +127,7 @@ def _count(roles: Mapping[str, Tensor]) -> int:
 
 @attention_pass()
 def pack_tokens(editor: GraphEditor) -> None:
-    """Store tokens one behind another, and give padding its defined results.
+    """Store tokens one after another, and give padding its defined results.
 
     Kernels leave what is in no sequence as it was. Queries that see no key are not
     among the kernel's: it gets the others only.
@@ -208,6 +208,10 @@ def put_offsets(editor: GraphEditor) -> None:
     editor.set_attributes(replace(attributes, longest=longest))
 
     def before(env: Env) -> None:
+        # Two rows of 8 tokens, with sequences that start at 0 and 5 in the first row,
+        # and at 0 and 3 in the second: `tokens` is (0, 5, 8, 11, 16). A query of 4
+        # heads of size 16 has 64 elements a token, and its offsets are
+        # (0, 320, 512, 704, 1024).
         seen = _seen(attributes, tensors, env)
         for kind, spans in seen.items():
             env[f"{kind}_lengths"] = spans.lengths[:, :, None, None]
@@ -234,9 +238,11 @@ def _seen(
     arrays = {
         role: to_logical(tensors[role], env[role]) for role in _COUNTS if role in env
     }
-    shaped = {kind: _Shaped(tensors[kind].dims) for kind in GRADIENTS_ALONG}
+    shaped = {kind: _ShapeOnly(tensors[kind].dims) for kind in GRADIENTS_ALONG}
     queries, keys = sequences.spans(attributes, {**arrays, **shaped})  # type: ignore[arg-type]
     left, right = _bounds(attributes)
+    # A causal sequence of 5 queries and 3 keys, aligned at its end: `more` is -2, so
+    # queries 0 and 1 see no key, and the kernel's sequence begins with query 2.
     more = jnp.zeros((), jnp.int32)
     if attributes.is_bottom_right:
         more = keys.lengths - queries.lengths
@@ -254,7 +260,7 @@ def _seen(
     }
 
 
-class _Shaped(NamedTuple):
+class _ShapeOnly(NamedTuple):
     """A stand-in for an array of which only the shape is read."""
 
     shape: tuple[int, ...]

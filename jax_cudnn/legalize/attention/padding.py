@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's axes padded to sizes that cuDNN takes, and what rides in the padding.
+"""Pads attention's axes to sizes that cuDNN takes, and uses the padding for cotangents.
 
 Each step edits attention by role; letters as in graph/attention/sdpa.py.
 legalize/attention/passes.py says which steps a graph takes.

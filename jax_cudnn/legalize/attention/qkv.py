@@ -21,10 +21,10 @@ from jax_cudnn.legalize.common.legalization import (
     After,
     Arrays,
     Before,
+    FastPath,
     Legalization,
     Rewrite,
     Rule,
-    Usual,
     around,
 )
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -116,12 +116,12 @@ class _Divided:
         if graph is None:
             return None
         given = _structs(self.graph.input_tensors)
-        look = _Look(rewrite.before, given)
+        traced = _TracedFunction(rewrite.before, given)
         for role in _ROLES:
             places = self.graph.inputs.index(role), rewrite.graph.inputs.index(role)
-            if not look.passes(*places):
+            if not traced.passes(*places):
                 return None
-        unread = look.unread(self.graph.inputs)
+        unread = traced.unread(self.graph.inputs)
         others = [name for name in rewrite.graph.inputs if name not in _ROLES]
 
         def before_of(before: Before) -> Before:
@@ -141,7 +141,7 @@ class _Divided:
             graph=graph,
             before=before_of(rewrite.before),
             after=after_of(rewrite.after),
-            usual=self._usual(rewrite, before_of, after_of),
+            fast_path=self._fast_path(rewrite, before_of, after_of),
         )
 
     def _after_in_place(self, after: After, divided: Graph, graph: Graph) -> After:
@@ -151,11 +151,13 @@ class _Divided:
             *_structs(self.graph.input_tensors),
             *_structs(divided.output_tensors),
         ]
-        look = _Look(lambda each: after(each[:count], each[count:]), structs)
-        unread = look.unread((*self.graph.inputs, *divided.outputs))
+        traced = _TracedFunction(
+            lambda each: after(each[:count], each[count:]), structs
+        )
+        unread = traced.unread((*self.graph.inputs, *divided.outputs))
         # Whether the gradient of qkv is a result as the kernel writes it.
         is_whole = "grad_qkv" in graph.outputs and all(
-            look.passes(
+            traced.passes(
                 count + divided.outputs.index(name), self.graph.outputs.index(name)
             )
             for name in _GRADIENTS
@@ -177,22 +179,25 @@ class _Divided:
 
         return own
 
-    def _usual(
+    def _fast_path(
         self,
         rewrite: Rewrite,
         before_of: Callable[[Before], Before],
         after_of: Callable[[After], After],
-    ) -> Usual | None:
-        if (usual := rewrite.usual) is None:
+    ) -> FastPath | None:
+        if (fast_path := rewrite.fast_path) is None:
             return None
-        look = _Look(
-            lambda given: (usual.holds(given),), _structs(self.graph.input_tensors)
+        traced = _TracedFunction(
+            lambda given: (fast_path.applies(given),),
+            _structs(self.graph.input_tensors),
         )
-        unread = look.unread(self.graph.inputs)
-        return Usual(
-            holds=lambda operands: usual.holds(self._operands(operands, unread)),
-            before=before_of(usual.before),
-            after=after_of(usual.after),
+        unread = traced.unread(self.graph.inputs)
+        return FastPath(
+            applies=lambda operands: fast_path.applies(
+                self._operands(operands, unread)
+            ),
+            before=before_of(fast_path.before),
+            after=after_of(fast_path.after),
         )
 
     def _undivided(self, rewrite: Graph) -> Graph | None:
@@ -224,7 +229,7 @@ class _Divided:
         )
 
 
-class _Look:
+class _TracedFunction:
     """A traced function, to see what it does with its operands."""
 
     def __init__(

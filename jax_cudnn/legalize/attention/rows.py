@@ -174,5 +174,5 @@ def by_maximum(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
         note="the gradient of max_logit is computed by XLA: cuDNN has none; its memory "
         "grows with s*t",
     )
-    ways = (around(way, results=with_part) for way in found.candidates)
-    return replace(found, candidates=tuple(ways))
+    rewrites = (around(rewrite, results=with_part) for rewrite in found.candidates)
+    return replace(found, candidates=tuple(rewrites))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of the scores, as cuDNN takes it.
+"""Rewrites a score_mod for cuDNN, with causality, lengths and windows as steps.
 
 Each step edits attention by role; letters as in graph/attention/sdpa.py.
 legalize/attention/passes.py says which steps a graph takes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as cuDNN takes it; axis letters and roles as in graph/attention/sdpa.py.
+"""Rewrites attention for cuDNN; axis letters and roles as in graph/attention/sdpa.py.
 
 What cuDNN's attention lacks is added around it by passes: legalize/attention/passes.py
 has their order. Before these, one array of queries, keys and values is taken apart,
@@ -64,27 +64,27 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         return refusal
     tensors = first.tensors
     if "grad_bias" not in tensors:
-        ways: list[_Start] = [GraphEditor.by_role]
+        starts: list[_Start] = [GraphEditor.by_role]
     elif tensors["bias"].dims[3] == 1:
         is_partial = attributes_of(first).is_partial
-        ways = [
+        starts = [
             _with_reference_bias_gradient if is_partial else _with_row_bias_gradient
         ]
     else:
-        ways = [_with_reference_bias_gradient]
+        starts = [_with_reference_bias_gradient]
         # cuDNN has no gradient of a bias beside a score_mod (9.19 and 9.27).
         has_score_mod = bool(attributes_of(first).score_mod)
         if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
-            ways.insert(0, GraphEditor.by_role)
+            starts.insert(0, GraphEditor.by_role)
 
-    def edited(way: _Start, drop: Edit) -> Rewrite:
-        editor = way(graph, target)
+    def edited(start: _Start, drop: Edit) -> Rewrite:
+        editor = start(graph, target)
         _take_operand_gradients(editor, graph)
         run_passes(editor, "backward", drop)
         return replace(editor.finish(), problem=graph)
 
     steps = dropout_steps(first)
-    candidates = [edited(way, drop) for drop in steps for way in ways]
+    candidates = [edited(start, drop) for drop in steps for start in starts]
     return Legalization(candidates=tuple(candidates))
 
 

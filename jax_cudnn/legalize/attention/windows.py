@@ -25,8 +25,8 @@ def by_window(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     by_mask = _as_mask(graph, target, rule)
     if not is_band(graph):
         return by_mask
-    ways = (*rule(graph, target).candidates, *by_mask.candidates)
-    return replace(by_mask, candidates=ways)
+    rewrites = (*rule(graph, target).candidates, *by_mask.candidates)
+    return replace(by_mask, candidates=rewrites)
 
 
 def _roles(graph: Graph) -> dict[str, Tensor]:

@@ -19,7 +19,13 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
-from jax_cudnn.legalize.common.legalization import After, Arrays, Before, Rewrite, Usual
+from jax_cudnn.legalize.common.legalization import (
+    After,
+    Arrays,
+    Before,
+    FastPath,
+    Rewrite,
+)
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Arrays by the names of their tensors.
@@ -40,14 +46,14 @@ def by_role(graph: Graph, operands: Sequence[jax.Array]) -> Env:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rare:
-    """A first and a last step, for operands of which ``happens`` is true.
+class SlowPath:
+    """A further first and last step, for operands of which ``is_needed`` is true.
 
     ``before`` edits the original operands. ``after`` gets the original operands and the
     results, which it edits.
     """
 
-    happens: Callable[[Env], jax.Array]
+    is_needed: Callable[[Env], jax.Array]
     after: _AfterStep
     before: _BeforeStep | None = None
 
@@ -57,9 +63,10 @@ class GraphEditor:
     """A graph while it is edited; its tensors keep their names.
 
     ``before`` steps edit the operands, in order. ``after`` steps edit the results, the
-    last added first, and get the original operands as well. ``rare`` is around these.
-    ``operands`` and ``results`` are what the original graph takes and gives. ``target``
-    is the GPU that it is for; None where that is not known, or does not matter.
+    last added first, and get the original operands as well. ``slow_path`` adds a step
+    before and after all of these. ``operands`` and ``results`` are what the original
+    graph takes and gives. ``target`` is the GPU that it is for; None where that is not
+    known, or does not matter.
     """
 
     tensors: dict[str, Tensor]
@@ -70,7 +77,7 @@ class GraphEditor:
     results: tuple[str, ...]
     before: list[_BeforeStep] = field(default_factory=lambda: [])
     after: list[_AfterStep] = field(default_factory=lambda: [])
-    rare: Rare | None = None
+    slow_path: SlowPath | None = None
     notes: list[str] = field(default_factory=lambda: [])
     target: Target | None = None
 
@@ -219,6 +226,8 @@ class GraphEditor:
             )
             return tuple(itertools.chain(*pairs))
 
+        # 6 channels of 2 groups, padded to 16: (2, 3) -> (2, 8). Each group has 5 zeros
+        # after its own channels.
         old, new = split(tensor), split(padded)
         extra = [(0, to - size, 0) for size, to in zip(old, new, strict=True)]
 
@@ -288,17 +297,17 @@ class GraphEditor:
             after=after_by(last),
             notes=tuple(self.notes),
         )
-        if (rare := self.rare) is None:
+        if (slow_path := self.slow_path) is None:
             return rewrite
-        usual = Usual(
-            holds=lambda operands: ~rare.happens(given(operands)),
+        fast_path = FastPath(
+            applies=lambda operands: ~slow_path.is_needed(given(operands)),
             before=rewrite.before,
             after=rewrite.after,
         )
-        start = () if rare.before is None else (rare.before,)
+        start = () if slow_path.before is None else (slow_path.before,)
         return replace(
             rewrite,
             before=before_by((*start, *first)),
-            after=after_by((*last, rare.after)),
-            usual=usual,
+            after=after_by((*last, slow_path.after)),
+            fast_path=fast_path,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the result of legalisation: the ways to run a graph by cuDNN, or reasons."""
+"""Defines the result of legalisation: the rewrites of a graph for cuDNN, or reasons."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ After = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Arrays]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Usual:
+class FastPath:
     """The array work around a kernel for operands that need no special care.
 
-    ``holds`` says of the original operands, as a bool computed with them, whether
+    ``applies`` says of the original operands, as a bool computed with them, whether
     ``before`` and ``after`` give the results that those of ``Rewrite`` would give.
     """
 
-    holds: Callable[[Sequence[jax.Array]], jax.Array]
+    applies: Callable[[Sequence[jax.Array]], jax.Array]
     before: Before
     after: After
 
@@ -40,13 +40,13 @@ class Rewrite:
 
     ``before`` maps the operands of the original graph to those of ``graph``; ``after``
     maps (original operands, results of ``graph``) to the original graph's results.
-    ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
-    sentence each, which parts run outside cuDNN and why. ``rounds_sums`` says that sums
-    in f32 have fewer digits on their way than the original graph gives them. ``waits``
-    says that the host waits for operands, so that no command buffer can have the
-    launch.
+    ``fast_path`` is shorter array work that is right for most operands. ``notes`` says,
+    a sentence each, which parts run outside cuDNN and why. ``rounds_sums`` says that
+    sums in f32 have fewer digits on their way than the original graph gives them.
+    ``waits`` says that the host waits for operands, so that no command buffer can have
+    the launch.
 
-    For jax_cudnn.policy, which decides whether the way is taken: ``names`` says in
+    For jax_cudnn.policy, which decides whether the rewrite is taken: ``names`` says in
     words what was done to the graph. ``problem`` is the graph whose kernel is chosen,
     where that is not the original one; ``core`` is what of it the kernel computes,
     before it was rewritten, where that is not all of it.
@@ -55,7 +55,7 @@ class Rewrite:
     graph: Graph
     before: Before
     after: After
-    usual: Usual | None = None
+    fast_path: FastPath | None = None
     notes: tuple[str, ...] = ()
     rounds_sums: bool = False
     waits: bool = False
@@ -74,23 +74,25 @@ class Rewrite:
     ) -> Arrays:
         """Return the original graph's results, given what runs ``graph``.
 
-        Which way is taken is decided before the kernel: the GPU idles while the host
-        reads the answer, and then only until the kernel starts.
+        The path is chosen before the kernel: the GPU idles while the host reads the
+        condition, and then only until the kernel starts.
         """
 
-        def by(way: Rewrite | Usual) -> Arrays:
-            return way.after(operands, kernel(way.before(operands)))
+        def by(rewrite: Rewrite | FastPath) -> Arrays:
+            return rewrite.after(operands, kernel(rewrite.before(operands)))
 
-        if self.usual is None:
+        if self.fast_path is None:
             return by(self)
-        usual = self.usual
-        kernel = jax.jit(kernel)  # One launch in the program's text for both ways.
-        return jax.lax.cond(usual.holds(operands), lambda: by(usual), lambda: by(self))
+        fast_path = self.fast_path
+        kernel = jax.jit(kernel)  # One launch in the program's text for both.
+        return jax.lax.cond(
+            fast_path.applies(operands), lambda: by(fast_path), lambda: by(self)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Legalization:
-    """The ways to run a graph, or the reasons why there is none."""
+    """The rewrites of a graph for cuDNN, or the reasons why there is none."""
 
     candidates: tuple[Rewrite, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -98,13 +100,13 @@ class Legalization:
 
 
 def around(
-    way: Rewrite,
+    rewrite: Rewrite,
     given: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = tuple,
     results: After = lambda _, made: tuple(made),
     *,
     notes: tuple[str, ...] = (),
 ) -> Rewrite:
-    """Return a way to run a graph, given one to run another graph in its place.
+    """Return a rewrite that runs a graph, given one to run another graph in its place.
 
     ``given`` makes that one's operands of the graph's own. ``results`` makes the
     graph's results of its operands and of that one's results.
@@ -116,20 +118,20 @@ def around(
     def after_of(after: After) -> After:
         return lambda operands, made: results(operands, after(given(operands), made))
 
-    usual = way.usual
-    if usual is not None:
-        holds = usual.holds
-        usual = Usual(
-            holds=lambda operands: holds(given(operands)),
-            before=before_of(usual.before),
-            after=after_of(usual.after),
+    fast_path = rewrite.fast_path
+    if fast_path is not None:
+        applies = fast_path.applies
+        fast_path = FastPath(
+            applies=lambda operands: applies(given(operands)),
+            before=before_of(fast_path.before),
+            after=after_of(fast_path.after),
         )
     return replace(
-        way,
-        before=before_of(way.before),
-        after=after_of(way.after),
-        usual=usual,
-        notes=(*way.notes, *notes),
+        rewrite,
+        before=before_of(rewrite.before),
+        after=after_of(rewrite.after),
+        fast_path=fast_path,
+        notes=(*rewrite.notes, *notes),
     )
 
 

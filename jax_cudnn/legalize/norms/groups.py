@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of groups of channels as layer norms; letters as in node_kinds.json.
+"""Rewrites group norms as layer norms; letters as in node_kinds.json.
 
 cuDNN normalises single channels (instance norm), or rows. The channels of a group at
 all positions are a row of a layer norm, once they are stored next to each other. Its
@@ -26,7 +26,7 @@ _NOTE = "XLA stores groups as rows before the kernel, and scales the result"
 
 
 def as_layer_norm(graph: Graph) -> Rewrite:
-    """Return the way to compute a group norm, or its gradient, as a layer norm."""
+    """Return the rewrite of a group norm, or of its gradient, as a layer norm."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     assert isinstance(node.attributes, NormAttributes)
@@ -46,6 +46,8 @@ class _Rewriting:
         self._attributes = attributes
         (node,) = graph.nodes
         self._role_of = {name: role for role, name in node.outputs}
+        # Two images of 8 x 8 with 6 channels in 3 groups: x is (2, 3, 2, 64), and the
+        # layer norm's rows are (6, 128), one for each image and group.
         n, g, c, y = roles["x"].dims
         self._dims = (n * g, c * y)
 

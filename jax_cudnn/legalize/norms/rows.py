@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms as cuDNN takes them: with scale, bias and all statistics; roles as there.
+"""Rewrites norms for cuDNN, which has scale, bias and all statistics or none.
 
 cuDNN's norms have no form without scale and bias, and give all statistics or none; the
 gradients give all of theirs. They take no cotangent of the statistics: what it adds to
@@ -34,18 +34,18 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 
 
 def candidates(graph: Graph) -> tuple[Rewrite, ...]:
-    """Return the ways in which cuDNN may run a norm with what follows it."""
+    """Return the rewrites of a norm with what follows it."""
     whole, apart = GraphEditor.of(graph), GraphEditor.of(graph)
     kind = whole.main.kind.removesuffix("_backward")
     x, residual = _role(whole, "x"), _role(whole, "residual")
     assert x is not None
     if kind == "group_norm" and x.dims[2] != 1:
         return (groups.as_layer_norm(graph),)
-    ways = [whole]
+    rewrites = [whole]
     if residual is not None:
         _add_before(apart, residual)
-        ways = [whole, apart] if _may_add(whole) else [apart]
-    return tuple(_completed(way, kind) for way in ways)
+        rewrites = [whole, apart] if _may_add(whole) else [apart]
+    return tuple(_completed(rewrite, kind) for rewrite in rewrites)
 
 
 def _completed(editor: GraphEditor, kind: str) -> Rewrite:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled matmuls as cuDNN takes them; letters and roles as in the table.
+"""Rewrites block-scaled matmuls for cuDNN; letters and roles as in node_kinds.json.
 
 cuDNN reads scales in tiles of 128 rows by 4 blocks. Rows, columns and blocks that do
 not fill tiles are padded: numbers with zeros, scales with ones. Both operands are

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolutions as cuDNN takes them; letters and roles as in the table.
+"""Rewrites causal convolutions for cuDNN; letters and roles as in node_kinds.json.
 
 There are two ways. cuDNN's functions have a bias always, some numbers of taps, and give
 all gradients, those of weights and bias in the dtype of the sums. They are in no graph
@@ -7,7 +7,7 @@ API: ffi/plans/causal_conv.cc calls them. The other way is a depthwise convoluti
 other taps, older cuDNNs, and gradients that are to be the same in every run. Of the
 gradients it gives x's, and XLA computes those of weights and bias.
 
-No way has segments. So XLA runs a convolution within segments.
+No rewrite has segments. So XLA runs a convolution within segments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import evaluate, to_logical, to_stored
 from jax_cudnn.reference.products.causal_conv1d import argument_gradient
 
-# What ways are called.
+# The names of rewrites.
 FUNCTION, CONVOLUTION = "function", "depthwise convolution"
 # cudnn_subquadratic_ops.h, cudnnCausalConv1dForward: kernelSize.
 TAPS = (*range(2, 9), 16, 32, 64, 128, 256)
@@ -58,24 +58,24 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     if "segment_ids" in roles:
         return Legalization(reasons=(_SEGMENTS,), advice=XLA_ADVICE)
     reasons: list[str] = []
-    ways: list[Rewrite] = []
+    rewrites: list[Rewrite] = []
     taps = roles["w"].dims[0]
     if taps in TAPS:
-        ways.append(_function(graph).named(FUNCTION))
+        rewrites.append(_function(graph).named(FUNCTION))
     else:
         reasons.append(
             f"{taps} taps: cuDNN's function has {TAPS[0]} to 8, "
             f"{', '.join(map(str, TAPS[7:-1]))} or {TAPS[-1]}"
         )
     if node.kind == "causal_conv1d":
-        ways += _convolution(graph, target)
+        rewrites += _convolution(graph, target)
     elif "grad_x" in roles:
-        ways += _convolution_of_gradient(graph, target)
+        rewrites += _convolution_of_gradient(graph, target)
     if any(tensor.dtype == "f64" for tensor in graph.tensors):
         reasons.append("f64: cuDNN's convolutions take bf16, f16 and f32")
     return Legalization(
-        candidates=tuple(ways),
-        reasons=() if ways else tuple(reasons),
+        candidates=tuple(rewrites),
+        reasons=() if rewrites else tuple(reasons),
         advice=XLA_ADVICE,
     )
 
@@ -135,7 +135,7 @@ def _put_gradients(editor: GraphEditor, x: Tensor, order_of_w: tuple[int, ...]) 
 
 
 def _convolution(graph: Graph, target: Target | None) -> list[Rewrite]:
-    """Return the ways to run a convolution, bias and activation in one kernel."""
+    """Return the rewrites that run a convolution, bias and activation in one kernel."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     writer = GraphWriter("f32")
@@ -170,7 +170,7 @@ def _convolution(graph: Graph, target: Target | None) -> list[Rewrite]:
 
 
 def _convolution_of_gradient(graph: Graph, target: Target | None) -> list[Rewrite]:
-    """Return the ways to compute x's gradient by cuDNN and the others by XLA."""
+    """Return the rewrites that compute x's gradient by cuDNN and the others by XLA."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     writer = GraphWriter("f32")
@@ -224,17 +224,17 @@ def _composed(
     target: Target | None,
     note: str,
 ) -> list[Rewrite]:
-    """Return the ways to run what was written in place of a graph.
+    """Return the rewrites that run what was written in place of a graph.
 
     ``given`` makes its operands, and ``results`` what the graph gives of its results.
     """
     return [
         replace(
-            around(way, given, results),
-            notes=(f"it is {note}", *way.notes),
+            around(rewrite, given, results),
+            notes=(f"it is {note}", *rewrite.notes),
             problem=written,
         ).named(CONVOLUTION)
-        for way in fusion.legalize(written, target).candidates
+        for rewrite in fusion.legalize(written, target).candidates
     ]
 
 

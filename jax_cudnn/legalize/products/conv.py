@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions as cuDNN takes them; letters and roles as in graph/products/conv.py.
+"""Rewrites convolutions for cuDNN; letters and roles as in graph/products/conv.py.
 
 What cuDNN's convolutions lack is added around them:
 
@@ -44,45 +44,45 @@ from jax_cudnn.legalize.products.conv_directions import (
 from jax_cudnn.legalize.products.conv_groups import as_it_is
 from jax_cudnn.legalize.products.conv_pairs import PAIRS, pair_places, pairs
 
-# What a way is called that leaves groups and places as they are.
+# The name of the rewrite that leaves groups and places as they are.
 PLAIN = "plain"
 
 
 def candidates(graph: Graph) -> tuple[Rewrite, ...]:
-    """Return the ways in which cuDNN may run a convolution with what surrounds it."""
+    """Return the rewrites of a convolution with what surrounds it."""
     (node,) = filter(is_anchor, graph.nodes)
     if conv_depthwise.is_depthwise(graph, node):
         return _depthwise(graph)
     if conv_groups.channels_of(GraphEditor.of(graph))[0] > 1:
         return _in_groups(graph)
-    ways: list[Rewrite | None] = []
+    rewrites: list[Rewrite | None] = []
     if (more := more_channels(graph, node)) is not None:
-        way = _candidate(graph, _pad_if_odd, first=add_channels)
-        ways.append(way and way.named(more))
+        rewrite = _candidate(graph, _pad_if_odd, first=add_channels)
+        rewrites.append(rewrite and rewrite.named(more))
     if pairs(graph, node):
         paired = _candidate(graph, as_it_is, first=pair_places)
         # Both halves are rounded to the gradient's dtype before they are summed.
-        ways.append(paired and replace(paired, rounds_sums=True).named(PAIRS))
+        rewrites.append(paired and replace(paired, rounds_sums=True).named(PAIRS))
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200
     # (tests/products/gpu/test_fusion_numerics.py).
     plain = _candidate(graph, _pad_channels) or _candidate(graph, as_it_is)
-    ways.append(plain and plain.named(PLAIN))
-    return tuple(way for way in ways if way is not None)
+    rewrites.append(plain and plain.named(PLAIN))
+    return tuple(rewrite for rewrite in rewrites if rewrite is not None)
 
 
 def _in_groups(graph: Graph) -> tuple[Rewrite, ...]:
-    """Return the ways for a convolution in groups of several channels."""
+    """Return the rewrites of a convolution in groups of several channels."""
     found: list[Rewrite] = []
-    for way in conv_groups.ways(GraphEditor.of(graph)):
-        rewrite = _candidate(graph, way.change, first=way.first)
+    for each in conv_groups.group_rewrites(GraphEditor.of(graph)):
+        rewrite = _candidate(graph, each.change, first=each.first)
         if rewrite is not None:
-            found.append(rewrite.named(way.name))
+            found.append(rewrite.named(each.name))
     return tuple(found)
 
 
 def _depthwise(graph: Graph) -> tuple[Rewrite, ...]:
-    """Return the ways for a depthwise convolution."""
+    """Return the rewrites of a depthwise convolution."""
     changed = _candidate(graph, as_it_is, first=conv_depthwise.rewrite)
     same = _candidate(graph, as_it_is)
     assert changed is not None
@@ -90,7 +90,7 @@ def _depthwise(graph: Graph) -> tuple[Rewrite, ...]:
     own = [same] if changed.graph == same.graph else [changed, same]
     merged = _candidate(graph, conv_groups.merge)
     return (
-        *(way.named(conv_depthwise.OWN) for way in own),
+        *(rewrite.named(conv_depthwise.OWN) for rewrite in own),
         *([merged.named(conv_groups.MERGED)] if merged is not None else []),
     )
 
@@ -101,7 +101,7 @@ def _candidate(
     *,
     first: Callable[[GraphEditor], None] = lambda _: None,
 ) -> Rewrite | None:
-    """Return a way; None where the change has nothing to change.
+    """Return a rewrite; None where the change has nothing to change.
 
     What comes ``first`` sees the padding as the graph has it.
     """
@@ -166,6 +166,7 @@ def _write_out_lhs_dilation(editor: GraphEditor) -> None:
             "x and grad_output change places: a dilated x is a gradient to cuDNN"
         )
         return
+    # With lhs_dilation=3, (a, b, c) is written as (a, 0, 0, b, 0, 0, c): 3 -> 7.
     # Zeros between the elements of x, written out; dgrad's are cut out again.
     name = editor.roles[TRIPLES[node.kind][0]]
     tensor = editor.tensors[name]

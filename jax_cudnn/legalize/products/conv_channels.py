@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of few channels, as ones of more: the first layers of networks.
+"""Rewrites convolutions of few channels as ones of more: the first layers of networks.
 
 cuDNN's engines load 8 channels or more at once. Of images of fewer, such as 3, they
 read zeros for the most part, which are written out for them. These images are written
@@ -118,13 +118,13 @@ def _reach(attributes: ConvAttributes, w: Tensor, output: Tensor) -> list[int]:
 
 def add_channels(editor: GraphEditor) -> None:
     """Write x and the filters with more channels."""
-    way = more_channels(editor.graph, editor.main)
+    rewrite = more_channels(editor.graph, editor.main)
     x, w, _ = names = [editor.roles[role] for role in TRIPLES[editor.main.kind]]
     for name in (x, w):
         editor.reorder(name, channels_last(len(editor.tensors[name].dims)))
-    if way == "patches":
+    if rewrite == "patches":
         _fold_steps(editor, *names)
-    elif way == "windows":
+    elif rewrite == "windows":
         _spread_windows(editor, *names)
     else:
         _spread_rows(editor, *names)
@@ -171,12 +171,15 @@ def _fold_steps(editor: GraphEditor, x: str, w: str, output: str) -> None:
     for name in (x, w):
         _fold(editor, name, steps)
     _step_by_one(editor)
-    told = " x ".join(map(str, steps))
-    editor.notes.append(f"what lies within steps of {told} is channels of {x}")
+    steps_text = " x ".join(map(str, steps))
+    editor.notes.append(f"what lies within steps of {steps_text} is channels of {x}")
 
 
 def _fold(editor: GraphEditor, name: str, steps: Sequence[int]) -> None:
     """Make channels of what lies within a step, of images with channels last."""
+    # Images (n, 6, 8, 3), channels last, with strides of 2 x 2: (n, 3, 2, 4, 2, 3) is
+    # transposed to (n, 3, 4, 2, 2, 3) and reshaped to (n, 3, 4, 12). Windows of 4 x 4
+    # with stride 2 become windows of 2 x 2 with stride 1 and 12 channels.
     tensor = editor.tensors[name]
     n, c, *sizes = tensor.dims
     counts = [size // step for size, step in zip(sizes, steps, strict=True)]
@@ -202,6 +205,9 @@ def _fold(editor: GraphEditor, name: str, steps: Sequence[int]) -> None:
 
 
 def _spread_rows(editor: GraphEditor, x: str, w: str, output: str) -> None:
+    # Images (n, y, 9, 3), channels last, with windows of 5 and stride 2 along the last
+    # axis: there are 3 windows, which read 0:5, 2:7 and 4:9. They become (n, y, 3, 15),
+    # the 5 x 3 elements that each window reads.
     attributes = conv_attributes(editor.main)
     image, filters = editor.tensors[x], editor.tensors[w]
     (*_, size), count = filters.dims, editor.tensors[output].dims[-1]
@@ -258,6 +264,10 @@ def _spread_windows(editor: GraphEditor, x: str, w: str, output: str) -> None:
     spread = replace(image, dims=(n, channels, *counts))
 
     def windows(x: jax.Array) -> jax.Array:
+        # A 3 x 3 window of 2 channels without holes: channel 11 = (1 * 3 + 2) * 2 + 1
+        # of the result is channel 1 at row 1, column 2 of the window. For output
+        # position (i, j) that is row i * stride + 1, column j * stride + 2 of the
+        # image.
         # Where each element is in an image. XLA computes it as it reads.
         number = functools.partial(
             jax.lax.broadcasted_iota, jnp.int32, (*counts, channels)

@@ -36,7 +36,7 @@ _FEWEST_CHANNELS = 9
 _NARROW = ("bf16", "f16")
 # A gradient of wider filters takes longer the wider they are. This was measured.
 _WIDEST = 31
-# What a way is called that keeps groups as they are.
+# The name of the rewrite that keeps groups as they are.
 OWN = "own"
 
 
@@ -46,10 +46,10 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     return w.dims[1] == 1 < x.dims[1]
 
 
-def has_engine(way: Rewrite) -> bool:
-    """Whether cuDNN has an engine of its own for what a way made of a convolution."""
-    (node,) = filter(is_anchor, way.graph.nodes)
-    x, w, _ = arrays_in(way.graph, node)
+def has_engine(rewrite: Rewrite) -> bool:
+    """Whether cuDNN has a depthwise engine for the convolution of a rewrite."""
+    (node,) = filter(is_anchor, rewrite.graph.nodes)
+    x, w, _ = arrays_in(rewrite.graph, node)
     attributes = conv_attributes(node)
     is_like = _is_like_those_with_engines(x, w, attributes)
     if not is_like or {*attributes.rhs_dilation} != {1}:
@@ -132,6 +132,10 @@ def _wider(x: Tensor, w: Tensor, attributes: ConvAttributes) -> list[_Axis] | No
 
     Along one axis, that has to be padded so that the result is as long as x.
     """
+    # A 3 x 3 window with rhs_dilation=2 reaches 5 x 5: the gradient of a 5 x 5 window
+    # is computed, and elements 0, 2 and 4 of each axis are kept. A causal window of 4
+    # along one axis has padding (3, 0): it is the first 4 elements of a window of 7
+    # with padding (3, 3).
     window, holes = w.dims[2:], attributes.rhs_dilation
     ends = [*zip(attributes.padding_low, attributes.padding_high, strict=True)]
     reach = [dilated(size, hole) for size, hole in zip(window, holes, strict=True)]
@@ -190,5 +194,7 @@ def _widen(editor: GraphEditor, axes: Sequence[_Axis]) -> None:
             rhs_dilation=(1, 1),
         )
     )
-    told = " x ".join(str(axis.size) for axis in axes)
-    editor.notes.append(f"the gradient is of windows of {told}, and {name} is cut")
+    sizes_text = " x ".join(str(axis.size) for axis in axes)
+    editor.notes.append(
+        f"the gradient is of windows of {sizes_text}, and {name} is cut"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions in groups, and the ways in which cuDNN may run them.
+"""Rewrites convolutions in groups into forms that cuDNN may run faster.
 
 cuDNN has fast engines for groups of 8 to 128 channels, a power of two, with as many in
 as out. Others may take ten times as long. So channels of a group are padded to such a
@@ -86,8 +86,8 @@ def _fills(editor: GraphEditor, factor: int) -> bool:
     return not (factor * c % unit or factor * o % unit)
 
 
-def ways(editor: GraphEditor) -> Iterator[GroupRewrite]:
-    """Yield the ways in which cuDNN may run a convolution in groups.
+def group_rewrites(editor: GraphEditor) -> Iterator[GroupRewrite]:
+    """Yield the rewrites of a convolution in groups.
 
     Each has a name of its own. They may be the same, or have nothing to do.
     """
@@ -160,6 +160,10 @@ def _merge(editor: GraphEditor, factor: int) -> bool:
 
 def _spread(w: Tensor, groups: int, factor: int, stored: jax.Array) -> jax.Array:
     """Return filters of merged groups, zero but for each old group's own channels."""
+    # Four groups of 2 channels in and 3 out, merged into 2 groups: filters
+    # (12, 2, y, x) become (12, 4, y, x). The first 3 of them have their channels in 0:2
+    # and zeros in 2:4, the next 3 have zeros in 0:2 and their channels in 2:4, and so
+    # on.
     inverse = tuple(w.order.index(axis) for axis in range(len(w.order)))
     out, c, *window = w.dims
     x = jnp.transpose(stored, inverse)

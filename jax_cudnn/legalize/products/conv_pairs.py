@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of filters of 24 to 32 channels, of two neighbouring places at once.
+"""Rewrites filter gradients of 24 to 32 channels: two neighbouring places are one.
 
 A tile of cuDNN's kernels has at least 64 columns, and 32 channels leave half of it
 empty. Two places along the last axis are taken as one with twice the channels, of x
@@ -20,7 +20,7 @@ from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import channels_last
 
-# What a way with pairs is called.
+# The name of the rewrite with pairs.
 PAIRS = "pairs"
 # Channels that leave a tile half empty and fill loads. With 16, pairs were slower.
 _LEAST, _MOST, _UNIT = 24, 32, 8
@@ -122,6 +122,10 @@ def _summed(
         w = w if is_wide else w.astype(jnp.float32)
         found: list[jax.Array] = []
         for place in range(last):
+            # Place 0 of a window of 3 with padding 1: the first output of a pair reads
+            # the element before the pair, which is the second half of the previous
+            # pair: a=-1, r=1. The second output reads the first half of its own pair:
+            # b=0, s=0.
             (a, r), (b, s) = (divmod(place + p - before, 2) for p in range(2))
             first = w[0, :, r, ..., a + blocks.low]
             found.append(first + w[1, :, s, ..., b + blocks.low])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contraction with what surrounds it as cuDNN takes it, or why it does not."""
+"""Rewrites a contraction with its prologue and epilogue for cuDNN, or says why not."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Rewrite, ...]]] = {
     "matmul": matmul.candidates,
 }
 
-# What ways are called: what surrounds the contraction is computed by XLA, or the sums
+# The names of rewrites: what surrounds the contraction is computed by XLA, or the sums
 # of its result within the kernel.
 ALONE, WITHIN = "alone", "sums within"
 
@@ -47,7 +47,8 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         return reduction.legalize(rewrite_pointwise(graph))
     found = _legalize(graph)
     written = (
-        replace(way, graph=rewrite_pointwise(way.graph)) for way in found.candidates
+        replace(rewrite, graph=rewrite_pointwise(rewrite.graph))
+        for rewrite in found.candidates
     )
     return replace(found, candidates=tuple(written))
 
@@ -64,7 +65,7 @@ def _legalize(graph: Graph) -> Legalization:
     if kinds[0] not in _CANDIDATES:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
-    ways, node = _CANDIDATES[kinds[0]], contractions[0]
+    rewrites, node = _CANDIDATES[kinds[0]], contractions[0]
     if _reduces_rows(graph, node):
         return _with_reductions(graph)
     if narrow := _f8_results_of_f32(graph, node):
@@ -73,12 +74,12 @@ def _legalize(graph: Graph) -> Legalization:
         if reason := _too_large_for_f32(graph, node):
             return Legalization(reasons=(reason,))
         return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact))
-    fused = [*ways(graph), *_converted_first(graph, node, ways)]
-    alone = _alone(graph, node, ways)
+    fused = [*rewrites(graph), *_converted_first(graph, node, rewrites)]
+    alone = _alone(graph, node, rewrites)
     return Legalization(
         candidates=tuple(
-            replace(way, problem=graph, core=way.core or graph)
-            for way in (*fused, *alone)
+            replace(rewrite, problem=graph, core=rewrite.core or graph)
+            for rewrite in (*fused, *alone)
         )
     )
 
@@ -95,7 +96,7 @@ def _reduces_rows(graph: Graph, node: Node) -> bool:
 
 
 def _with_reductions(graph: Graph) -> Legalization:
-    """Return the ways to compute reductions of a contraction's result.
+    """Return the rewrites that compute reductions of a contraction's result.
 
     cuDNN has them at the end of a product's kernel. That comes first where nothing else
     is to be written of the product. Otherwise XLA reads the result.
@@ -112,11 +113,13 @@ def _with_reductions(graph: Graph) -> Legalization:
     without = _legalize(middle)
     last = _with_constants(graph, last)
     note = "sums of the kernel's result are computed by XLA"
-    by_xla = [_wrap(graph, way, [], middle, last, note) for way in without.candidates]
+    by_xla = [
+        _wrap(graph, rewrite, [], middle, last, note) for rewrite in without.candidates
+    ]
     is_alone = made.isdisjoint(graph.outputs)
-    within = [way.named(WITHIN) for way in matmul.with_reductions(graph)]
-    ways = [*within, *by_xla] if is_alone else [*by_xla, *within]
-    return replace(without, candidates=tuple(ways))
+    within = [rewrite.named(WITHIN) for rewrite in matmul.with_reductions(graph)]
+    rewrites = [*within, *by_xla] if is_alone else [*by_xla, *within]
+    return replace(without, candidates=tuple(rewrites))
 
 
 def _with_what_leads_there(graph: Graph, nodes: list[Node]) -> list[Node]:
@@ -190,7 +193,7 @@ def _cast_in_kernel(graph: Graph, node: Node, sums: Tensor) -> Graph:
 
 
 def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
-    """Return the ways to compute `wide`, the graph with some results in f32.
+    """Return the rewrites that compute `wide`, the graph with some results in f32.
 
     XLA converts these to what the graph says.
     """
@@ -203,17 +206,20 @@ def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
         return tuple(x.astype(dtype) for x, dtype in zip(made, dtypes, strict=True))
 
     notes = tuple(f"{t.name} is converted to {t.dtype} by XLA" for t in converted)
-    ways = (
-        around(way, results=results, notes=notes) for way in legalization.candidates
+    rewrites = (
+        around(rewrite, results=results, notes=notes)
+        for rewrite in legalization.candidates
     )
-    return replace(legalization, candidates=tuple(ways))
+    return replace(legalization, candidates=tuple(rewrites))
 
 
-_Ways = Callable[[Graph], tuple[Rewrite, ...]]
+_Rewrites = Callable[[Graph], tuple[Rewrite, ...]]
 
 
-def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ...]:
-    """Return the ways in which XLA makes the operands and cuDNN does the rest.
+def _converted_first(
+    graph: Graph, node: Node, rewrites: _Rewrites
+) -> tuple[Rewrite, ...]:
+    """Return the rewrites in which XLA makes the operands and cuDNN does the rest.
 
     With many rows, converting 8-bit weights once is faster than in every tile.
     """
@@ -228,13 +234,13 @@ def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ..
     done = "8-bit operands are converted" if is_conversion else "operands are computed"
     note = f"{done} by XLA before the kernel"
     return tuple(
-        replace(_wrap(graph, way, first, middle, [], note), core=middle)
-        for way in ways(middle)
+        replace(_wrap(graph, rewrite, first, middle, [], note), core=middle)
+        for rewrite in rewrites(middle)
     )
 
 
-def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ...]:
-    """Return the ways to run the contraction in cuDNN and all else in XLA.
+def _alone(graph: Graph, node: Node, rewrites: _Rewrites) -> tuple[Rewrite, ...]:
+    """Return the rewrites that run the contraction in cuDNN and all else in XLA.
 
     The sums are rounded to the operands' dtype on their way.
     """
@@ -256,11 +262,11 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Rewrite, ...]:
     note = "what surrounds the contraction is computed by XLA, from rounded sums"
     return tuple(
         replace(
-            _wrap(graph, way, first, middle, last, note).named(ALONE),
+            _wrap(graph, rewrite, first, middle, last, note).named(ALONE),
             core=middle,
             rounds_sums=rounds_sums,
         )
-        for way in ways(middle)
+        for rewrite in rewrites(middle)
     )
 
 
@@ -276,13 +282,13 @@ def _with_constants(graph: Graph, nodes: list[Node]) -> list[Node]:
 
 def _wrap(
     graph: Graph,
-    way: Rewrite,
+    rewrite: Rewrite,
     first: list[Node],
     middle: Graph,
     last: list[Node],
     note: str,
 ) -> Rewrite:
-    """Return a way to run the middle of a graph, with the other nodes left to XLA."""
+    """Return a rewrite of the middle of a graph, with other nodes left to XLA."""
     table = {t.name: t for t in (*graph.tensors, *middle.tensors)}
     by_name = tuple(table.values())
     middle_results = [name for node in first for _, name in node.outputs]
@@ -294,17 +300,17 @@ def _wrap(
     def before(operands: Sequence[jax.Array]) -> Arrays:
         values = dict(zip(graph.inputs, operands, strict=True))
         _run(head, values)
-        return way.before([values[name] for name in middle.inputs])
+        return rewrite.before([values[name] for name in middle.inputs])
 
     def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
         values = dict(zip(graph.inputs, operands, strict=True))
-        # Behind `first`, a way is an editor's, whose steps read no operands.
+        # After `first`, a rewrite is an editor's, whose steps read no operands.
         given = () if first else [values[name] for name in middle.inputs]
-        values |= dict(zip(middle.outputs, way.after(given, results), strict=True))
+        values |= dict(zip(middle.outputs, rewrite.after(given, results), strict=True))
         _run(tail, values)
         return tuple(values[name] for name in graph.outputs)
 
-    return replace(way, before=before, after=after, notes=(*way.notes, note))
+    return replace(rewrite, before=before, after=after, notes=(*rewrite.notes, note))
 
 
 def _run(part: Graph | None, values: dict[str, jax.Array]) -> None:

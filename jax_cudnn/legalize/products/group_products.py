@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls by the sizes of their groups; axis letters and roles as in the table.
+"""Rewrites grouped matmuls for launches that read the sizes of the groups.
 
-One way has cuBLASLt multiply all groups in one launch, with the sizes on the device
+One rewrite has cuBLASLt multiply all groups in one launch, with the sizes on the device
 (ffi/blas/blas_engines.h); its handler sets rows in no group to 0. The other is one of
 cuDNN's matmuls for each group. ffi/groups/group_products.cc reads the sizes for it, and
 makes a plan when it first meets a number of rows; so that there are few such numbers,
@@ -43,7 +43,7 @@ _LOADED = {
 
 
 def by_group(graph: Graph) -> Rewrite:
-    """Return the way to run a grouped matmul or its gradient as a matmul a group."""
+    """Return the rewrite of a grouped matmul or its gradient as a matmul a group."""
     editor = GraphEditor.by_role(graph)
     editor.notes.append(_NOTE)
     _lay_out(editor)
@@ -55,7 +55,7 @@ def by_group(graph: Graph) -> Rewrite:
 
 
 def all_groups(graph: Graph) -> Rewrite:
-    """Return the way to run a grouped matmul or its gradient by cuBLASLt."""
+    """Return the rewrite of a grouped matmul or its gradient for cuBLASLt."""
     editor = GraphEditor.by_role(graph)
     editor.notes.append(_TOGETHER)
     _lay_out(editor)
@@ -122,6 +122,8 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, sizes: jax.Array, rows: int) -> "_Places":
         """Take the sizes in any shape; what goes beyond the rows is left out."""
+        # Groups of (3, 70, 0) rows start at rows 0, 3 and 73. Moved apart, they have
+        # (64, 128, 0) rows and start at rows 0, 64 and 192: row 3 moves to row 64.
         given = _within(sizes, rows)
         moved = -(-(given.ends - given.starts) // _ROWS_PER_STEP) * _ROWS_PER_STEP
         return cls(given, Groups.of_sizes(moved))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls as cuDNN takes them; axis letters and roles as in the table.
+"""Rewrites grouped matmuls for cuDNN; axis letters and roles as in node_kinds.json.
 
 cuDNN gets where each group starts. Its last group reaches to the end, so rows that are
 in no group are set to 0 after the kernel. A single group is a matmul. The gradient of
 the rows is one more grouped matmul. For that of the matrices, cuDNN has an operation
 from 9.22 on, for which 9.28 listed no plan on an H200 either: it is XLA's.
 
-The ways of group_products.py have all gradients: all groups in one launch of
+The rewrites of group_products.py have all gradients: all groups in one launch of
 cuBLASLt's, or each group as a matmul of its own. Products of f8 are cuBLASLt's.
 """
 
@@ -39,7 +39,7 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.products.grouped_matmul import gradient_of_b
 
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
-# What ways are called: cuDNN's kernel for all groups, a matmul for each, or all groups
+# The names of rewrites: cuDNN's kernel for all groups, a matmul for each, or all groups
 # by cuBLASLt.
 ONE_KERNEL, BY_GROUP, BY_CUBLASLT = "one kernel", "by group", "by cuBLASLt"
 _OF_CUBLASLT = ("bf16", "f16")
@@ -58,44 +58,44 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         if target is None:
             return Legalization(reasons=(_F8_UNKNOWN,), advice=XLA_ADVICE)
         return Legalization(candidates=(all_groups(graph).named(BY_CUBLASLT),))
-    ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
-    ways = tuple(way.named(ONE_KERNEL) for way in ways)
+    rewrites = _of_gradient(graph, target) if is_gradient else _rewrites(graph, target)
+    rewrites = tuple(rewrite.named(ONE_KERNEL) for rewrite in rewrites)
     if b.dims[0] == 1:
-        return Legalization(candidates=ways)
+        return Legalization(candidates=rewrites)
     more = {BY_GROUP: by_group}
     # Where no GPU is known, no cuBLAS is.
     if target is not None and b.dtype in _OF_CUBLASLT:
         more[BY_CUBLASLT] = all_groups
-    others = (_whole(graph, way).named(name) for name, way in more.items())
-    return Legalization(candidates=(*ways, *others))
+    others = (_whole(graph, rewrite).named(name) for name, rewrite in more.items())
+    return Legalization(candidates=(*rewrites, *others))
 
 
-def _whole(graph: Graph, way: Callable[[Graph], Rewrite]) -> Rewrite:
-    """Return a way that has the gradient of b, too, where that is wanted."""
+def _whole(graph: Graph, rewrite: Callable[[Graph], Rewrite]) -> Rewrite:
+    """Return a rewrite, with the gradient of b by XLA where that is wanted."""
     (node,) = graph.nodes
     if not node.kind.endswith("_backward") or "grad_b" in dict(node.outputs):
-        return way(graph)
+        return rewrite(graph)
     # Then a is not read.
-    return _with_gradient_of_b(graph, way(_product(roles_in(graph, node), node)))
+    return _with_gradient_of_b(graph, rewrite(_product(roles_in(graph, node), node)))
 
 
 # --- forward --------------------------------------------------------------------------
 
 
-def _ways(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
+def _rewrites(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
     editor = GraphEditor.by_role(graph)
     if editor.tensors["b"].dims[0] == 1:
         return _as_matmul(graph, target)
     is_stored_so = editor.tensors["b"].order == (0, 2, 1)
     if is_stored_so:
         return (_kernel(graph, (0, 2, 1)),)
-    ways = (_kernel(graph, (0, 1, 2)), _kernel(graph, (0, 2, 1)))
+    rewrites = (_kernel(graph, (0, 1, 2)), _kernel(graph, (0, 2, 1)))
     # The plan is made where the program runs, and the second has one everywhere.
-    return ways if target is not None else ways[::-1]
+    return rewrites if target is not None else rewrites[::-1]
 
 
 def _kernel(graph: Graph, order: tuple[int, ...]) -> Rewrite:
-    """Return the way that stores b in an order."""
+    """Return the rewrite that stores b in an order."""
     editor = GraphEditor.by_role(graph)
     _hide_rows(editor)
     _take_starts(editor)
@@ -151,7 +151,7 @@ def _hide_rows(editor: GraphEditor) -> None:
 
 
 def _as_matmul(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
-    """Return the ways to run a single group, which cuDNN 9.28 refuses (limits)."""
+    """Return the rewrites of a single group, which cuDNN 9.28 refuses (limits)."""
     editor = GraphEditor.by_role(graph)
     _hide_rows(editor)
     for name in ("group_sizes", "starts"):
@@ -165,11 +165,11 @@ def _as_matmul(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
     outer = editor.finish()
     return tuple(
         replace(
-            around(way, outer.before, outer.after),
-            notes=(*outer.notes, *way.notes),
+            around(rewrite, outer.before, outer.after),
+            notes=(*outer.notes, *rewrite.notes),
             problem=outer.graph,
         )
-        for way in fusion.legalize(outer.graph, target).candidates
+        for rewrite in fusion.legalize(outer.graph, target).candidates
     )
 
 
@@ -177,17 +177,19 @@ def _as_matmul(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
 
 
 def _of_gradient(graph: Graph, target: Target | None) -> tuple[Rewrite, ...]:
-    """Return the ways to run the gradient of a, with that of b by XLA beside it."""
+    """Return the rewrites of the gradient of a, with that of b by XLA."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     if "grad_a" not in roles and roles["b"].dims[0] > 1:
         return ()
     product = _product(roles, node)
-    return tuple(_with_gradient_of_b(graph, way) for way in _ways(product, target))
+    return tuple(
+        _with_gradient_of_b(graph, rewrite) for rewrite in _rewrites(product, target)
+    )
 
 
-def _with_gradient_of_b(graph: Graph, way: Rewrite) -> Rewrite:
-    """Return the way to run a gradient, given that to run its product."""
+def _with_gradient_of_b(graph: Graph, rewrite: Rewrite) -> Rewrite:
+    """Return the rewrite of a gradient, given that of its product."""
     (node,) = graph.nodes
     roles = roles_in(graph, node)
     dtype = jax_dtype(roles["a"].dtype)
@@ -214,7 +216,7 @@ def _with_gradient_of_b(graph: Graph, way: Rewrite) -> Rewrite:
         return tuple(found[role_of[name]] for name in graph.outputs)
 
     more = (_GRADIENT_OF_B,) if "grad_b" in roles else ()
-    return around(way, given, results, notes=more)
+    return around(rewrite, given, results, notes=more)
 
 
 def _product(roles: Roles, node: Node) -> Graph:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls as cuDNN takes them: rows padded to full loads, operands completed."""
+"""Rewrites matmuls for cuDNN: rows padded to full loads, operands completed."""
 
 import math
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.common.legalization import Arrays, Rewrite, around
 
-# The way with f8 operands copied so that neighbours in memory are added up.
+# The rewrite with f8 operands copied so that neighbours in memory are added up.
 ALONG_SUM = "along the sum"
 _SUM_AXIS = {"a": 2, "b": 1}
 
 
 def candidates(graph: Graph) -> tuple[Rewrite, ...]:
-    """Return the ways in which cuDNN may run a matmul with what surrounds it.
+    """Return the rewrites of a matmul with what surrounds it.
 
     The engines that take rows which do not fill a load are slow, and some of cuDNN
     9.19's give wrong results on an H200 (tests/products/gpu/test_fusion_numerics.py).
@@ -35,8 +35,8 @@ def candidates(graph: Graph) -> tuple[Rewrite, ...]:
 
     f8 operands are also tried as the fast kernels of Hopper read them.
     """
-    ways = (graph, _transposed(graph)) if narrow_side(graph) == "b" else (graph,)
-    edited = (editor for editor in map(_edited, ways) if editor is not None)
+    rewrites = (graph, _transposed(graph)) if narrow_side(graph) == "b" else (graph,)
+    edited = (editor for editor in map(_edited, rewrites) if editor is not None)
     found = [_padded(editor) or editor.finish() for editor in edited]
     return (*found, *_along_the_sum(graph))
 
@@ -55,7 +55,7 @@ def copied_for_f8(graph: Graph) -> tuple[str, ...]:
 
 
 def _along_the_sum(graph: Graph) -> tuple[Rewrite, ...]:
-    """Return the way with transposed copies of f8 operands, so that both lie so.
+    """Return the rewrite with transposed copies of f8 operands, so that both lie so.
 
     Matrix units of Hopper multiply f8 in this layout alone. A copy takes the time of
     reading and writing a matrix of bytes.
@@ -117,6 +117,9 @@ def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
     nothing. Of each max or min, return the name of its count, and what it is where that
     is 0.
     """
+    # The count of max(3, nan) is 1 + nan, so the result is NaN. The count of
+    # max(-inf, -inf) is 0, so the result is -inf, where cuDNN has -3.4e38. Where the
+    # count is positive, cuDNN's result holds.
     found = [node for node in graph.nodes if is_max_or_min(node)]
     if not found:
         return graph, {}
@@ -215,8 +218,11 @@ def _batch_first(editor: GraphEditor) -> None:
 
 
 def _padded(editor: GraphEditor) -> Rewrite | None:
-    """Return the way with matrices padded to full loads; None where they are."""
+    """Return the rewrite with matrices padded to full loads; None where they are."""
     graph = editor.graph
+    # Sixteen bytes hold 8 elements of bf16: (7, 13) @ (13, 30) becomes (7, 16) @
+    # (16, 32), and the result is cut to 30 columns. The 7 rows are padded only where
+    # the rows are the fastest axis of some tensor.
     a, b = (editor.tensors[name] for _, name in editor.main.inputs)
     narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]
     unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)

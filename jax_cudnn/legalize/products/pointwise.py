@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise nodes that cuDNN plans and does not compute well, written as others.
+"""Rewrites pointwise nodes that cuDNN computes wrongly or inaccurately.
 
 All of it was found on an H200 or an H100 with cuDNN 9.19
 (tests/products/gpu/test_launch_matrix.py and tests/products/gpu/test_fusion_numerics.py
@@ -70,16 +70,16 @@ def _write(
 ) -> str:
     mode, alpha = attributes.mode, attributes.alpha
     if mode in ("relu", "relu_grad") and alpha != 0:
-        return _leaky_relu(_Writing(writer, names[-1]), names, alpha)
+        return _leaky_relu(_PointwiseWriter(writer, names[-1]), names, alpha)
     if mode in _EVERY:
-        return _EVERY[mode](_Writing(writer, names[-1]), names, alpha)
+        return _EVERY[mode](_PointwiseWriter(writer, names[-1]), names, alpha)
     return writer.pointwise(mode, *names, alpha=alpha)
 
 
 # --- what is written in the place of a mode -------------------------------------------
 
 
-class _Writing:
+class _PointwiseWriter:
     """Adds pointwise nodes over tensors and numbers."""
 
     def __init__(self, writer: GraphWriter, like: str) -> None:
@@ -99,10 +99,10 @@ class _Writing:
         return self._writer.is_constant(name)
 
 
-_Write = Callable[[_Writing, list[str], float], str]
+_Write = Callable[[_PointwiseWriter, list[str], float], str]
 
 
-def _leaky_relu(apply: _Writing, names: list[str], alpha: float) -> str:
+def _leaky_relu(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     """The relu of x with a slope, or the gradient through it: names end with x."""
     x = names[-1]
     if len(names) == 1:
@@ -111,7 +111,7 @@ def _leaky_relu(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("mul", names[0], apply("select", 1.0, alpha, apply("ge", x, 0.0)))
 
 
-def _elu(apply: _Writing, names: list[str], alpha: float) -> str:
+def _elu(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     """With exp(y) - 1 as tanh(y/2) (exp(y) + 1), which keeps the digits of a small y.
 
     y is the lower half of x: comparing and selecting would take longer.
@@ -125,7 +125,7 @@ def _elu(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("add", apply("relu", x), below)
 
 
-def _elu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+def _elu_grad(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     cotangent, x = names
     if alpha == 1:
         return apply("mul", cotangent, apply("exp", _lower_half(apply, x)))
@@ -133,7 +133,7 @@ def _elu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("select", cotangent, below, apply("gt", x, 0.0))
 
 
-def _lower_half(apply: _Writing, x: str) -> str:
+def _lower_half(apply: _PointwiseWriter, x: str) -> str:
     """The minimum of x and 0, and NaN where x is."""
     return apply("neg", apply("relu", apply("neg", x)))
 
@@ -142,7 +142,7 @@ def _lower_half(apply: _Writing, x: str) -> str:
 _SOFTPLUS_TAIL = -5.5
 
 
-def _softplus(apply: _Writing, names: list[str], alpha: float) -> str:
+def _softplus(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     del alpha
     (x,) = names
     power = apply("exp", x)
@@ -151,17 +151,17 @@ def _softplus(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("select", tail, apply("softplus", x), is_tail)
 
 
-def _sigmoid_of(apply: _Writing, x: str) -> str:
+def _sigmoid_of(apply: _PointwiseWriter, x: str) -> str:
     return apply("div", 1.0, apply("add", apply("exp", apply("neg", x)), 1.0))
 
 
-def _sigmoid(apply: _Writing, names: list[str], alpha: float) -> str:
+def _sigmoid(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     del alpha
     (x,) = names
     return _sigmoid_of(apply, x)
 
 
-def _sigmoid_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+def _sigmoid_grad(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     """With e/(1 + e)^2 for e = exp(-|x|), which keeps the digits of both tails."""
     del alpha
     cotangent, x = names
@@ -170,7 +170,7 @@ def _sigmoid_grad(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("mul", cotangent, apply("div", power, apply("mul", more, more)))
 
 
-def _silu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+def _silu_grad(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     """With s + s (1 - s) x, in an order in which the largest x is not NaN."""
     del alpha
     cotangent, x = names
@@ -179,13 +179,13 @@ def _silu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("mul", cotangent, apply("add", s, rest))
 
 
-def _softplus_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+def _softplus_grad(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     del alpha
     cotangent, x = names
     return apply("mul", cotangent, _sigmoid_of(apply, x))
 
 
-def _relu6(apply: _Writing, names: list[str], alpha: float) -> str:
+def _relu6(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     del alpha
     positive = apply("relu", *names)
     return apply("select", 6.0, positive, apply("gt", positive, 6.0))
@@ -194,7 +194,7 @@ def _relu6(apply: _Writing, names: list[str], alpha: float) -> str:
 def _max_or_min(comparison: str) -> _Write:
     """Return how the operand for which `comparison` holds is taken; NaN is kept."""
 
-    def write(apply: _Writing, names: list[str], alpha: float) -> str:
+    def write(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
         del alpha
         x, y = names
         if apply.is_number(x):
@@ -215,7 +215,7 @@ _LARGE_DIVISOR = 2.0**96
 _SMALL = 2.0**-64
 
 
-def _div(apply: _Writing, names: list[str], alpha: float) -> str:
+def _div(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     del alpha
     x, y = names
     if apply.is_number(y):
@@ -224,14 +224,14 @@ def _div(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("div", apply("mul", x, unit), apply("mul", y, unit))
 
 
-def _reciprocal(apply: _Writing, names: list[str], alpha: float) -> str:
+def _reciprocal(apply: _PointwiseWriter, names: list[str], alpha: float) -> str:
     del alpha
     (y,) = names
     unit = _unit(apply, y)
     return apply("div", unit, apply("mul", y, unit))
 
 
-def _unit(apply: _Writing, divisor: str) -> str:
+def _unit(apply: _PointwiseWriter, divisor: str) -> str:
     """Return by what to scale a divisor, and what is divided."""
     is_large = apply("gt", apply("abs", divisor), _LARGE_DIVISOR)
     return apply("select", _SMALL, 1.0, is_large)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of pointwise nodes and sums, without a contraction, as cuDNN takes them.
+"""Rewrites graphs of pointwise nodes and sums without a contraction for cuDNN.
 
 The gradient through an activation and a bias is such a part: one pass over memory in
 cuDNN, two in XLA. cuDNN wants tensors of rank 4 or 5, channels last, and f32 sums.

@@ -29,7 +29,7 @@ def partial_axes(x: jax.Array | ShapedArray) -> frozenset[str]:
     """Return the axes of the mesh along which an array, or its gradient, is unreduced.
 
     JAX calls an array reduced along axes if its gradient is to stay unreduced: devices
-    then have shares of it, and nobody has added them up yet.
+    then have partial sums of it, which nobody has added up yet.
     """
     kind = _type(x)
     both = (kind.sharding.spec, kind.manual_axis_type)
@@ -85,7 +85,7 @@ def struct_of(x: jax.Array | ShapedArray) -> jax.ShapeDtypeStruct:
 def splittable(x: jax.Array, axis: int, count: int) -> jax.Array:
     """Return an array whose axis can be reshaped into so many parts of equal size.
 
-    It is gathered along the axis where a device's share is no whole number of parts.
+    It is gathered along the axis where a device's shard is no whole number of parts.
     """
     spec = list(explicit_spec(x))
     if not is_explicitly_sharded(x) or spec[axis] is None:
@@ -160,7 +160,7 @@ def is_on_explicit_mesh(sharding: Any) -> bool:
 
 
 def unreduced_in(sharding: Any) -> frozenset[str]:
-    """Return the axes along which a sharding says that devices keep shares of a sum."""
+    """Return the axes along which a sharding says that devices keep partial sums."""
     return frozenset(getattr(_spec(sharding), "unreduced", ()))
 
 

@@ -25,6 +25,8 @@ class DeviceCut:
     count: int
     parts: tuple[int, ...]
 
+    # The parts (0, 1, 2, 3), split in 2, are halves (0, 0, 1, 1) with a first and a
+    # second quarter each, (0, 1, 0, 1). `then` puts these together again.
     def split(self, major: int) -> "tuple[DeviceCut, DeviceCut] | None":
         """Return it as `major` parts, each divided further."""
         minor, rest = divmod(self.count, major)
@@ -46,6 +48,9 @@ class DeviceCut:
 
         None where they do not divide them equally.
         """
+        # Four devices have quarters (0, 2, 1, 3), and the other cut gives them halves
+        # (0, 0, 1, 1). Renumbered as quarters (0, 1, 2, 3), devices 0 and 1 have the
+        # two quarters of the first half.
         own = dict(zip(self.parts, major.parts, strict=True))
         is_finer = all(
             own[x] == y for x, y in zip(self.parts, major.parts, strict=True)
@@ -133,6 +138,9 @@ class Division(Generic[Cut]):
         A factor may be cut only if a device has no more than one of each slower one.
         """
         for name, products in self.factors.axes.items():
+            # Twelve rows are factors (2, 6). If the 2 is cut in 2, a device has rows
+            # 0:6. If only the 6 is cut in 3, it has rows 0:2 and 6:8, which are not
+            # contiguous.
             cuts = {f: cut for f, cut in self._cuts_at(name).items() if cut.count > 1}
             for product, sizes in zip(products, self._local_sizes(name), strict=True):
                 several = [i for i, size in enumerate(sizes) if size > 1]
@@ -192,6 +200,9 @@ def _with_cut(
     division: Division[Cut], product: Product, cut: Cut, whole: set[int]
 ) -> Division[Cut]:
     """Return a division with as much of a cut of one axis as it takes."""
+    # An axis of factors (2, 6) that is to be cut in 4: the 2 is cut in 2, and then the
+    # 6 is cut in 2. To be cut in 3 is not possible: neither of 2 and 3 divides the
+    # other.
     rest: Cut | None = cut
     for factor in product:
         if rest is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a graph on operands that say in their types how they are sharded.
 
-Each kernel runs in `jax.shard_map`: each device computes its part (share.py). The
+Each kernel runs in `jax.shard_map`: each device computes its part (one_device.py). The
 primitives do so where they are lowered, so that derivatives and batches are those of
 whole graphs. What is not a kernel is differentiated by JAX.
 """
@@ -18,8 +18,8 @@ from jax_cudnn.lowering.sharding.array_types import (
     explicit_spec,
     is_explicitly_sharded,
 )
+from jax_cudnn.lowering.sharding.one_device import Collectives, run_on_device
 from jax_cudnn.lowering.sharding.parts import RunPart, run_parts
-from jax_cudnn.lowering.sharding.share import Collectives, run_share
 from jax_cudnn.lowering.sharding.subaxes import all_subaxes
 from jax_cudnn.lowering.sharding.typed import all_typed_as, spec_of, types_of
 
@@ -72,12 +72,12 @@ def _run_divided(
         most=lambda x, over: jax.lax.pmax(x, axes_of(over)),
     )
 
-    def share(*parts: jax.Array) -> list[jax.Array]:
-        return run_share(graph, subaxes, division, parts, run, collectives, options)
+    def on_device(*parts: jax.Array) -> list[jax.Array]:
+        return run_on_device(graph, subaxes, division, parts, run, collectives, options)
 
     in_specs = tuple(spec_of(division, name) for name in graph.inputs)
     mapped = jax.shard_map(
-        share,
+        on_device,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=[spec_of(division, name) for name in graph.outputs],

@@ -18,6 +18,10 @@ def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> 
 
     See https://openxla.org/shardy/sdy_dialect (OpShardingRuleAttr).
     """
+    # For (2, 7, 24) @ (24, 5), as arrays (1, 2, 7, 24) and (1, 24, 5), the rule has
+    #   ([i, j, k, l], [m, l, n])->([o, j, k, n])
+    #   {i=1, j=2, k=7, l=24, m=1, n=5, o=1} reduction={l}
+    # Each axis of size 1 has a letter of its own.
     factors = factors_at(graph, shapes)
     names: dict[int, str] = {}
     sizes = list[str]()

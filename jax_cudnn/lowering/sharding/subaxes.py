@@ -43,6 +43,9 @@ def subaxes_of(tensor: Tensor, shape: Shape) -> Subaxes | None:
     """
     if tensor.is_empty:
         return _whole(tensor)
+    # A tensor stored as (1, 14, 24) has the subaxes ((1,), (2, 7), (24,)) in an array
+    # (2, 7, 24). In an array (4, 7, 12) it has none: 4 is less than 14, and 4 * 7 is
+    # more.
     remaining = iter([size for size in shape if size != 1])
     found: list[Shape] = []
     for dim in tensor.stored_shape:
@@ -131,6 +134,9 @@ def spread(graph: Graph, shapes: Sequence[Shape]) -> Graph | None:
 
     Elementwise nodes and sums have any number of axes. None if that is too many.
     """
+    # A bias (5,) that is added to an array (2, 7, 5): the tensors (1, 1, 5) and
+    # (1, 14, 5) become (1, 1, 1, 5) and (1, 2, 7, 5). The bias gets an axis of size 1
+    # for each subaxis of the rows.
     subaxes = all_subaxes(graph, tuple(shapes))
     counts = _subaxis_counts(graph, subaxes)
 

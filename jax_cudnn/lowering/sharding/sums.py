@@ -5,9 +5,9 @@ A sum that every device gets is sent whole. One that is scattered is sent in par
 device has the sum of its own part, computes on it what follows, and XLA gathers the
 results where the program wants them whole. What is faster was measured
 (docs/internals/sharding.md): where the program wants the parts it is scattering, and
-where the results are fewer bytes than the sum. Shares that a kernel gives in 16 bits
-are sent as they are, and added up in 32 bits where they arrive, unless the call asks
-for sums in the dtype of its operands.
+where the results are fewer bytes than the sum. Partial sums that a kernel gives in 16
+bits are sent as they are, and added up in 32 bits where they arrive, unless the call
+asks for sums in the dtype of its operands.
 """
 
 import functools
@@ -31,18 +31,18 @@ Cuts = Sequence[DeviceCut | None]
 
 
 def summed(division: Division, name: str) -> frozenset[int]:
-    """Return the factors along which devices have shares of a tensor."""
+    """Return the factors along which devices have partial sums of a tensor."""
     partial = division.factors.partial.get(name, frozenset[int]())
     return partial.intersection(division.cuts)
 
 
-def shares(division: Division, name: str) -> int:
-    """Return how many shares a tensor is the sum of."""
+def partial_sum_count(division: Division, name: str) -> int:
+    """Return how many partial sums a tensor is the sum of."""
     return math.prod(division.cuts[factor].count for factor in summed(division, name))
 
 
 def sum_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
-    """Return the dtype in which shares of a tensor are added up.
+    """Return the dtype in which partial sums of a tensor are added up.
 
     With `reduce_dtype="operands"`, that is the 16-bit dtype that the sum has in plain
     JAX. A sum stays f32 where the program says f32: it is an f32 result, or any f32
@@ -74,18 +74,18 @@ def _of_f8_products(graph: Graph, name: str) -> DTypeName:
     return "bf16" if dtypes == {"bf16"} else "f32"
 
 
-def share_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
-    """Return the dtype in which a kernel gives shares of a tensor."""
+def partial_sum_dtype(graph: Graph, name: str, options: Options) -> DTypeName:
+    """Return the dtype in which a kernel gives partial sums of a tensor."""
     own, wide = graph.tensor(name).dtype, sum_dtype(graph, name, options)
     is_rounded = name in rounded_sums(graph) and _bytes(wide) > _bytes(own)
     return own if is_rounded else wide
 
 
-def told_of_shares(stage: Graph, division: Division) -> str:
-    """Return what `plans.inspect` says of the results of a stage that are shares."""
+def note_on_partial_sums(stage: Graph, division: Division) -> str:
+    """Return what `plans.inspect` says of the partial sums that a stage results in."""
     return " ".join(
-        f"Each of {shares(division, name)} devices has a partial sum of {name}, in "
-        f"{stage.tensor(name).dtype}."
+        f"Each of {partial_sum_count(division, name)} devices has a partial sum of "
+        f"{name}, in {stage.tensor(name).dtype}."
         for name in stage.outputs
         if summed(division, name) and name not in division.factors.maxima
     )
@@ -94,6 +94,9 @@ def told_of_shares(stage: Graph, division: Division) -> str:
 def stages(graph: Graph, division: Division) -> list[list[Node]]:
     """Return all nodes, or the kernel and what follows it, which waits for its sums."""
     (kernel,) = (node for node in graph.nodes if is_anchor(node))
+    # For gelu(x @ w + bias), where devices divide the contraction, the stages are
+    # [matmul] and [add, gelu]: the bias and gelu wait for the sum over devices. Where
+    # they do not divide it, there is one stage, and the kernel computes all three.
     made = made_by([kernel])
     waits = any(made & read_by([node]) for node in graph.nodes)
     if not waits or not any(summed(division, name) for name in made):
@@ -129,6 +132,9 @@ def scattering(
 
     `wanted` has the cuts of the axes of results, as the program wants them.
     """
+    # Four devices have partial sums of a gradient (24, 10), and the program wants its
+    # rows divided among them, as an optimizer with sharded state does. Then the sum is
+    # scattered: each device gets (6, 10) of it.
     first, *rest = stages(graph, division)
     for name in sorted(made_by(first)):
         if not summed(division, name):
@@ -136,18 +142,18 @@ def scattering(
         after = rest[0] if rest and name in read_by(rest[0]) else []
         results = following(after, {name}).intersection(graph.outputs)
         cuts = [cut for each in sorted(results) for cut in wanted.get(each, ())]
-        ways = [*_ways(division, name, first, after, cuts)]
-        if not ways:
+        scatterings = [*_scatterings(division, name, first, after, cuts)]
+        if not scatterings:
             continue
-        hits = [_hits(way, results, wanted) for way in ways]
-        best = max(hits)
+        matches = [_matches(each, results, wanted) for each in scatterings]
+        best = max(matches)
         is_wanted = best.near == len(results)
         size = math.prod(division.local_shape(name))
         bounds = tables_for(None).about("scattered").scattered
         is_medium = bounds.least <= size and (bool(after) or size < bounds.most_alone)
         sends_less = _sends_less(graph, division, name, results, options)
         if is_wanted or (is_medium and sends_less):
-            division = ways[hits.index(best)]
+            division = scatterings[matches.index(best)]
     return division
 
 
@@ -161,7 +167,7 @@ def _sends_less(
     """Whether results that are gathered are fewer bytes than a sum that is not."""
     if name in rounded_sums(graph) and options.reduce_dtype == "f32":
         # The sum of two is rounded once, wherever it is computed.
-        return shares(division, name) > 2
+        return partial_sum_count(division, name) > 2
     gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
     return gathered < _bytes(sum_dtype(graph, name, options))
 
@@ -170,7 +176,7 @@ def _bytes(dtype: DTypeName) -> int:
     return np.dtype(jax_dtype(dtype)).itemsize
 
 
-def _ways(
+def _scatterings(
     division: Division[DeviceCut],
     name: str,
     first: Sequence[Node],
@@ -179,18 +185,18 @@ def _ways(
 ) -> Iterator[Division[DeviceCut]]:
     """Yield divisions in which a sum and what follows it are scattered.
 
-    What the kernel reads as well has to stay as it is. Devices have the parts in the
-    order of their shares, or in one in which they are parts of those that the program
-    wants.
+    What the kernel reads as well has to stay as it is. Devices have the parts of the
+    sum in the order of their partial sums, or in an order in which parts next to each
+    other make up a part that the program wants.
     """
     shared = (division.cuts[f] for f in sorted(summed(division, name)))
     cut = functools.reduce(DeviceCut.then, shared)
     found = [cut, *(cut.within(other) for other in wanted if other is not None)]
     for each in dict.fromkeys(x for x in found if x is not None):
-        yield from _ways_of(division, each, name, first, after)
+        yield from _scatterings_along(division, each, name, first, after)
 
 
-def _ways_of(
+def _scatterings_along(
     division: Division[DeviceCut],
     cut: DeviceCut,
     name: str,
@@ -223,7 +229,7 @@ def _ways_of(
             yield found
 
 
-class _Hits(NamedTuple):
+class _Matches(NamedTuple):
     """How many results are as the program wants them, or are parts of such.
 
     Of such parts, devices beside each other make what is wanted: weights that are split
@@ -234,9 +240,9 @@ class _Hits(NamedTuple):
     near: int
 
 
-def _hits(
+def _matches(
     division: Division[DeviceCut], results: Iterable[str], wanted: Mapping[str, Cuts]
-) -> _Hits:
+) -> _Matches:
     """Return how many of the results are as the program wants them."""
     exact = near = 0
     for name in results:
@@ -247,7 +253,7 @@ def _hits(
         others = [*wanted.get(name, ())]
         exact += own == others
         near += len(own) == len(others) and all(map(_refines, own, others))
-    return _Hits(exact, near)
+    return _Matches(exact, near)
 
 
 def _refines(cut: DeviceCut | None, other: DeviceCut | None) -> bool:

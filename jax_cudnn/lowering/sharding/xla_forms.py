@@ -18,6 +18,8 @@ def parts_of(sharding: Any, rank: int) -> tuple[int, Parts]:
     """
     if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
         return 1, [None] * rank
+    # Tiles [2, 1, 2] of the devices 0 to 3 divide the first and the last axis of three:
+    # device 2 is at (1, 0, 0). The parts are (0, 0, 1, 1), None and (0, 1, 0, 1).
     dims = list(sharding.tile_assignment_dimensions())
     devices = np.array(sharding.tile_assignment_devices())
     coordinates = np.indices(dims).reshape(len(dims), -1)

@@ -89,14 +89,14 @@ def canonicalize(
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
     *,
-    shares: int = 1,
+    shards: int = 1,
     packed: Packed | None = None,
     layout: Layout = "bshd",
     check_dtypes: Callable[[jax.Array, jax.Array, jax.Array], None] = _check_dtypes,
 ) -> tuple[Operands, bool]:
     """Check the operands together and give each its batch axis and dtype.
 
-    Queries and keys may be one of several equal shares of their sequences. The keys of
+    Queries and keys may be one of several equal shards of their sequences. The keys of
     bias and mask, and the lengths, are those of the whole sequences.
     """
     q, k, v = (
@@ -109,7 +109,7 @@ def canonicalize(
         q, k, v = (jnp.expand_dims(x, layout.index("b")) for x in (q, k, v))
     _check_shapes(q, k, v, layout)
     b, s, h, _ = sizes_in(layout, q)
-    t = sizes_in(layout, k)[1] * shares
+    t = sizes_in(layout, k)[1] * shards
     scores = (b, h, s, t)
     lengths = functools.partial(check_lengths, "sdpa", "batch entry")
     operands = Operands(
@@ -120,7 +120,7 @@ def canonicalize(
         mask=_check_mask(mask, scores),
         query_lengths=None
         if query_seq_lengths is None
-        else lengths("query_seq_lengths", query_seq_lengths, b, s * shares),
+        else lengths("query_seq_lengths", query_seq_lengths, b, s * shards),
         key_lengths=None
         if key_value_seq_lengths is None
         else lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),

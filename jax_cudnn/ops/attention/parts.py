@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of attention over a part of the keys, given what all keys lead to.
+"""Computes the gradient of attention over some keys, given the results for all keys.
 
 With S the scores of these keys, L the log-sum-exp and O the output of all keys, dO and
 dL their cotangents, and P = exp(S - L),

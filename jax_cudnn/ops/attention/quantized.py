@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.lowering import attention_results, run_by_hand, with_derivative_of
+from jax_cudnn.lowering import attention_results, run_with_gradient, with_derivative_of
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
 from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes, f8_operands
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
@@ -170,7 +170,7 @@ def quantized_sdpa(
         layout=layout,
     )
     with_lse = check_flag(_OP, "return_residual", return_residual)
-    output, lse = run_by_hand(attention, {**given, **scales})
+    output, lse = run_with_gradient(attention, {**given, **scales})
     if not has_batch:
         output, lse = jnp.squeeze(output, layout.index("b")), lse[0]
     return (output, lse) if with_lse else output
@@ -195,7 +195,7 @@ def _given_scale(name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """Attention of operands that f8 holds, forward in f8: see `run_by_hand`."""
+    """Attention of operands that f8 holds, forward in f8: see `run_with_gradient`."""
 
     attributes: SdpaAttributes
     call: Options
@@ -210,7 +210,7 @@ class _Attention:
 
     def again(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Return the results, which the same remat policies keep as those of `sdpa`."""
-        return attention_results(run_by_hand(self, dict(given)))
+        return attention_results(run_with_gradient(self, dict(given)))
 
     def by_copies(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Return the results of f8 copies of query, key and value."""

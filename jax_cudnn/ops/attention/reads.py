@@ -69,6 +69,8 @@ def _pairs(s: int | None, t: int | None) -> tuple[np.ndarray | None, np.ndarray 
 
     These are the pairs of the first or last query, or of the first or last key.
     """
+    # With 3 queries and 2 keys, these are (0, 0), (0, 1), (0, 0), (1, 0), (2, 0), ...
+    # The distances key - query are -2 to 1, as they are for all 6 pairs.
     if s is None or t is None:
         return None, None
     rows, columns = np.arange(s, dtype=np.int32), np.arange(t, dtype=np.int32)
@@ -104,7 +106,7 @@ def _refusal(
     where = np.argwhere(is_wrong)[0]
     index = read.index[tuple(np.minimum(where, np.array(read.index.shape) - 1))]
     names = (("batch entry", 0), ("head", 1), ("query", 2), ("key", 2))
-    told = [
+    shown = [
         f"{name} {int(np.ravel(place)[where[axis]])} of {size}"
         for (name, axis), place, size in zip(names, places, sizes, strict=True)
         if is_wrong.shape[axis] > 1
@@ -112,7 +114,7 @@ def _refusal(
     at = f" ({read.place})" if read.place else ""
     return ValueError(
         f"sdpa: score_mod reads {describe(read.array)} at index {int(index)} of axis "
-        f"{read.axis}, for {', '.join(told) or 'every score'}{at}. That is beyond its "
+        f"{read.axis}, for {', '.join(shown) or 'every score'}{at}. That is beyond its "
         "end, where JAX reads the nearest element. Pass an array with an element for "
         "each index. If the nearest one is meant, clip the index (jnp.clip), or use "
         'jnp.take(..., mode="clip"): x.at[i].get(mode="clip") cannot be distinguished '

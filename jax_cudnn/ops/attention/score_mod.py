@@ -19,7 +19,7 @@ from jax_cudnn.graph.attention.score_mod import OPERANDS, Steps, number_text
 from jax_cudnn.ops.attention.attend import Operands
 from jax_cudnn.ops.attention.reads import Scores, check_reads
 from jax_cudnn.ops.common.arguments import describe
-from jax_cudnn.ops.common.score_independent import External, Given
+from jax_cudnn.ops.common.score_independent import External, ScoreIndependent
 from jax_cudnn.ops.common.tracing import (
     Step,
     UntraceableError,
@@ -177,24 +177,34 @@ class _Peeled(NamedTuple):
     """Steps, and what follows them: terms with their signs, conditions to be seen."""
 
     steps: list[Step]
-    terms: list[tuple[int, Given | float]]
-    conditions: list[tuple[Given, bool]]
+    terms: list[tuple[int, ScoreIndependent | float]]
+    conditions: list[tuple[ScoreIndependent, bool]]
 
 
 def _peel(steps: list[Step]) -> _Peeled:
+    # For where(keep, tanh(score) + alibi, -inf), the steps are tanh, add and select.
+    # The last two can be a mask and a bias: what is left is the step tanh, the term
+    # +alibi, and the condition that `keep` is True.
     peeled = _Peeled(_needed(steps), [], [])
     while peeled.steps:
         mode, arguments = peeled.steps[-1]
         match mode, arguments:
-            case (("add" | "sub"), (int() as rest, (Given() | float()) as term)):
+            case (
+                ("add" | "sub"),
+                (int() as rest, (ScoreIndependent() | float()) as term),
+            ):
                 peeled.terms.append((1 if mode == "add" else -1, term))
-            case "select", (int() as rest, float() as low, Given() as seen) if (
-                low == -jnp.inf
-            ):
+            case "select", (
+                int() as rest,
+                float() as low,
+                ScoreIndependent() as seen,
+            ) if low == -jnp.inf:
                 peeled.conditions.append((seen, True))
-            case "select", (float() as low, int() as rest, Given() as hidden) if (
-                low == -jnp.inf
-            ):
+            case "select", (
+                float() as low,
+                int() as rest,
+                ScoreIndependent() as hidden,
+            ) if low == -jnp.inf:
                 peeled.conditions.append((hidden, False))
             case _:
                 break
@@ -220,26 +230,32 @@ def _needed(steps: list[Step]) -> list[Step]:
 
 
 def _bias(
-    operands: Operands, terms: list[tuple[int, Given | float]]
+    operands: Operands, terms: list[tuple[int, ScoreIndependent | float]]
 ) -> jax.Array | None:
     """Return the bias with the terms; what has few digits alone keeps its dtype."""
     if not terms:
         return operands.bias
     (sign, term), dtype = terms[0], operands.query.dtype
     is_alone = len(terms) == 1 and operands.bias is None and sign > 0
-    if is_alone and isinstance(term, Given):
+    if is_alone and isinstance(term, ScoreIndependent):
         return _fitting(term, dtype).broadcast()
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     total = jnp.zeros((1, 1, 1, 1), wide)
     if operands.bias is not None:
         total = operands.bias.astype(wide)
     for sign, term in terms:
-        value = term.broadcast() if isinstance(term, Given) else jnp.asarray(term)
+        value = (
+            term.broadcast()
+            if isinstance(term, ScoreIndependent)
+            else jnp.asarray(term)
+        )
         total = total + sign * value.astype(wide)
     return total
 
 
-def _mask(operands: Operands, conditions: list[tuple[Given, bool]]) -> jax.Array | None:
+def _mask(
+    operands: Operands, conditions: list[tuple[ScoreIndependent, bool]]
+) -> jax.Array | None:
     mask = operands.mask
     for condition, is_seen in conditions:
         value = condition.broadcast()
@@ -248,7 +264,7 @@ def _mask(operands: Operands, conditions: list[tuple[Given, bool]]) -> jax.Array
     return mask
 
 
-def _fitting(value: Given, dtype: Any) -> Given:
+def _fitting(value: ScoreIndependent, dtype: Any) -> ScoreIndependent:
     """Return what a value was converted from, if kernels take that dtype here."""
     narrow = value.narrow
     return narrow if narrow is not None and narrow.dtype == dtype else value
@@ -264,7 +280,7 @@ class _Writer:
         self.operands: dict[str, jax.Array] = {}
         self._dtype = dtype
         self._roles: dict[int, str] = {}
-        self._kept: list[Given] = []
+        self._kept: list[ScoreIndependent] = []
         self._texts: list[str] = []
 
     def write(self, steps: list[Step]) -> Steps:
@@ -289,7 +305,7 @@ class _Writer:
         if isinstance(argument, int):
             return words[argument]
         if isinstance(argument, External):
-            assert isinstance(argument, Given)
+            assert isinstance(argument, ScoreIndependent)
             return self._operand(argument)
         if argument == -jnp.inf:
             raise UntraceableError(
@@ -298,7 +314,7 @@ class _Writer:
             )
         return number_text(argument)
 
-    def _operand(self, value: Given) -> str:
+    def _operand(self, value: ScoreIndependent) -> str:
         if value.dtype != jnp.bool_:
             return self._role(_fitting(value, self._dtype))
         # A kernel's operations all follow from the scores. The key's position is one
@@ -307,7 +323,7 @@ class _Writer:
         zero = self._emit("mul", "key", "0")
         return self._emit("gt", self._emit("add", zero, role), "0.5")
 
-    def _role(self, value: Given) -> str:
+    def _role(self, value: ScoreIndependent) -> str:
         if id(value) not in self._roles:
             if len(self._roles) == len(OPERANDS):
                 raise UntraceableError(

@@ -28,10 +28,10 @@ def on_behalf_of(caller: str, op: str, **names: str) -> Iterator[None]:
         if not text.startswith(f"{op}: "):
             raise
         words = "|".join(map(re.escape, names))
-        told = text.removeprefix(f"{op}: ")
+        shown = text.removeprefix(f"{op}: ")
         if words:
-            told = re.sub(rf"\b({words})\b", lambda m: names[m[1]], told)
-        raise _kind(error)(f"{caller}: {told}") from error
+            shown = re.sub(rf"\b({words})\b", lambda m: names[m[1]], shown)
+        raise _kind(error)(f"{caller}: {shown}") from error
 
 
 def _kind(error: Exception) -> type[Exception]:

@@ -197,7 +197,7 @@ def _wanted(out_sharding: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None
     return tuple(entry for entry, size in entries if size != 1)
 
 
-class Begun(NamedTuple):
+class StartedGraph(NamedTuple):
     """A graph with its contraction, whose value is what an epilogue begins with.
 
     ``dtype`` is that of the graph's result.

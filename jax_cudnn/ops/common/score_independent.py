@@ -29,7 +29,7 @@ class External:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Given(External):
+class ScoreIndependent(External):
     """A value that does not depend on the score.
 
     ``array`` begins with the axes of the indices that the value depends on, which are
@@ -38,7 +38,7 @@ class Given(External):
 
     array: jax.Array
     letters: str = ""
-    narrow: "Given | None" = None
+    narrow: "ScoreIndependent | None" = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -51,26 +51,26 @@ class Given(External):
         return jnp.reshape(self.array, [sizes.get(letter, 1) for letter in LETTERS])
 
 
-def indices(numbers: Sequence[int | jax.Array]) -> list[Given]:
+def indices(numbers: Sequence[int | jax.Array]) -> list[ScoreIndependent]:
     """Return the indices along b, h, s and t: given, or as many as a size says."""
     arrays = (
         x if isinstance(x, jax.Array) else jnp.arange(x, dtype=jnp.int32)
         for x in numbers
     )
     return [
-        Given(array=array, letters=letter)
+        ScoreIndependent(array=array, letters=letter)
         for letter, array in zip(LETTERS, arrays, strict=True)
     ]
 
 
 def evaluate(
-    jaxpr: Any, equation: Any, args: Sequence[Given | np.ndarray]
-) -> list[Given]:
+    jaxpr: Any, equation: Any, args: Sequence[ScoreIndependent | np.ndarray]
+) -> list[ScoreIndependent]:
     """Return the results of an equation for all indices that its operands depend on."""
-    given: Mapping[Any, Given] = {
+    given: Mapping[Any, ScoreIndependent] = {
         variable: value
-        if isinstance(value, Given)
-        else Given(array=jnp.asarray(value, value.dtype))
+        if isinstance(value, ScoreIndependent)
+        else ScoreIndependent(array=jnp.asarray(value, value.dtype))
         for variable, value in zip(equation.invars, args, strict=True)
         if not hasattr(variable, "val")
     }
@@ -83,7 +83,7 @@ def evaluate(
     # Inside shard_map some may differ between devices, and others not.
     results = function(*align_varying([value.array for value in values]))
     narrow = values[0] if _widens(equation) else None
-    return [Given(array=x, letters=letters, narrow=narrow) for x in results]
+    return [ScoreIndependent(array=x, letters=letters, narrow=narrow) for x in results]
 
 
 def _widens(equation: Any) -> bool:

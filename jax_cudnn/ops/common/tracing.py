@@ -20,7 +20,12 @@ from jax_cudnn.lowering import (
     is_known_array,
     same_function,
 )
-from jax_cudnn.ops.common.score_independent import External, Given, evaluate, indices
+from jax_cudnn.ops.common.score_independent import (
+    External,
+    ScoreIndependent,
+    evaluate,
+    indices,
+)
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -57,8 +62,8 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
     """
     (dtype,) = (aval.dtype for aval in closed.in_avals)
     tracer = _Tracer(dtype)
-    (result,) = tracer.run(closed.jaxpr, closed.consts, [Made(0)])
-    if not isinstance(result, Made):
+    (result,) = tracer.run(closed.jaxpr, closed.consts, [StepResult(0)])
+    if not isinstance(result, StepResult):
         raise UntraceableError("it does not depend on its argument")
     # Steps after the result, if there are any, are unused.
     steps = tracer.steps[: result.position]
@@ -76,9 +81,9 @@ def steps_of_scores(closed: Any, numbers: Sequence[int | jax.Array]) -> list[Ste
       UntraceableError: not every equation that depends on the score can be written.
     """
     tracer = _Tracer(closed.in_avals[0].dtype, takes_outside=True)
-    args = [Made(0), *indices(numbers)]
+    args = [StepResult(0), *indices(numbers)]
     (result,) = tracer.run(closed.jaxpr, closed.consts, args)
-    if not isinstance(result, Made):
+    if not isinstance(result, StepResult):
         raise UntraceableError("it does not depend on the score")
     return tracer.steps[: result.position]
 
@@ -90,7 +95,7 @@ def write_equation(
     steps: list[Step],
     dtype: np.dtype,
 ) -> "_Value":
-    """Write an equation of one result as steps, behind those that there are.
+    """Write an equation of one result as steps, after those that there are.
 
     Its operands are what earlier steps made, numbers, and values beside them, none of
     which are truth values. Its floats are all of that dtype.
@@ -112,7 +117,7 @@ def check_count(steps: Sequence[Any]) -> None:
         )
 
 
-class Made(NamedTuple):
+class StepResult(NamedTuple):
     """A value of the argument's shape: floats, or truth values.
 
     Its position is 0 for the argument, and i for what the i-th step made.
@@ -125,7 +130,7 @@ class Made(NamedTuple):
 # The values of a jaxpr's variables: tensors, or known numbers of rank 0, in their own
 # dtype, that are the same for all elements. In a function of scores, also what does not
 # depend on the score.
-_Value = Made | np.ndarray | External
+_Value = StepResult | np.ndarray | External
 
 
 class _Tracer:
@@ -167,7 +172,7 @@ class _Tracer:
     def _captured(self, value: Any, aval: Any) -> _Value:
         if self.takes_outside and not (is_known_array(value, aval) and not aval.shape):
             # It is read at indices, where JAX asks how the result is sharded.
-            return Given(array=gathered(jnp.asarray(value)))
+            return ScoreIndependent(array=gathered(jnp.asarray(value)))
         return _number(value, aval)
 
     def emit(self, mode: str, *arguments: int | float | External) -> int:
@@ -216,7 +221,7 @@ class _Equation:
 
     def results(self) -> Sequence[_Value]:
         """Write the equation, and return its results."""
-        is_known = not any(isinstance(x, Made) for x in self._args)
+        is_known = not any(isinstance(x, StepResult) for x in self._args)
         if self._tracer.takes_outside and is_known and not self._is_of_numbers():
             args: list[Any] = self._args
             return evaluate(self._jaxpr, self._equation, args)
@@ -250,7 +255,7 @@ class _Equation:
             self.refuse(f"uses {self._name!r} of values that are not floats")
         written = _WRITE[self._name](self, *self._args)
         if isinstance(written, int):
-            written = Made(written, is_bool=output.dtype == np.bool_)
+            written = StepResult(written, is_bool=output.dtype == np.bool_)
         return [written]
 
     def _is_of_numbers(self) -> bool:
@@ -273,7 +278,7 @@ class _Equation:
     def _argument(self, value: _Value | int | float) -> int | float | External:
         if isinstance(value, int | External):
             return value
-        if isinstance(value, Made):
+        if isinstance(value, StepResult):
             return value.position
         number = float(value)
         if number == -math.inf and self._tracer.takes_outside:
@@ -305,8 +310,8 @@ class _Equation:
             if any(isinstance(x, External) for x in self._args):
                 break
             if same_function(_custom_call(jax.make_jaxpr(function)(like)), call):
-                (x,) = (x for x in self._args if isinstance(x, Made))
-                return Made(self(mode, x))
+                (x,) = (x for x in self._args if isinstance(x, StepResult))
+                return StepResult(self(mode, x))
         self.refuse(
             "uses a function with a derivative rule of its own (jax.custom_jvp), which "
             "a graph cannot keep"
@@ -352,20 +357,20 @@ def _mode(mode: str) -> _Write:
 # cuDNN wants the tensor that is not broadcast as the first operand.
 def _either_way(mode: str, swapped: str) -> _Write:
     def write(apply: _Equation, x: _Value, y: _Value) -> int:
-        is_small = not isinstance(x, Made)
+        is_small = not isinstance(x, StepResult)
         return apply(swapped, y, x) if is_small else apply(mode, x, y)
 
     return write
 
 
 def _sub(apply: _Equation, x: _Value, y: _Value) -> int:
-    if not isinstance(x, Made):
+    if not isinstance(x, StepResult):
         return apply("add", apply("neg", y), x)
     return apply("sub", x, y)
 
 
 def _div(apply: _Equation, x: _Value, y: _Value) -> int:
-    if isinstance(x, Made):
+    if isinstance(x, StepResult):
         return apply("div", x, y)
     if isinstance(x, np.ndarray) and x == 1:
         return apply("reciprocal", y)
@@ -374,13 +379,13 @@ def _div(apply: _Equation, x: _Value, y: _Value) -> int:
     return apply("div", apply("select", x, x, apply("eq", y, y)), y)
 
 
-def _integer_pow(apply: _Equation, x: Made) -> _Value | int:
+def _integer_pow(apply: _Equation, x: StepResult) -> _Value | int:
     exponent = apply.params["y"]
     if exponent == 0:
         return np.ones((), apply.dtype)  # also of NaN
     # Take the reciprocal first: its powers and their derivatives overflow and underflow
     # where the whole and its derivatives do.
-    power: Made | int = apply("reciprocal", x) if exponent < 0 else x.position
+    power: StepResult | int = apply("reciprocal", x) if exponent < 0 else x.position
     result: int | None = None
     rest = abs(exponent)
     while rest:
@@ -393,12 +398,12 @@ def _integer_pow(apply: _Equation, x: Made) -> _Value | int:
     return result
 
 
-def _exp2(apply: _Equation, x: Made) -> int:
+def _exp2(apply: _Equation, x: StepResult) -> int:
     # This is how JAX lowers exp2.
     return apply("exp", apply("mul", x, float(apply.dtype.type(np.log(2)))))
 
 
-def _sign(apply: _Equation, x: Made) -> int:
+def _sign(apply: _Equation, x: StepResult) -> int:
     # floor keeps 0 and NaN as they are, and its derivative is 0.
     rest = apply("select", -1.0, apply("floor", x), apply("lt", x, 0.0))
     return apply("select", 1.0, rest, apply("gt", x, 0.0))
@@ -409,12 +414,12 @@ def _select_n(apply: _Equation, which: _Value, *cases: _Value) -> _Value | int:
         return cases[int(which)]
     if isinstance(which, External) and which.dtype != np.bool_:
         apply.refuse("selects by an index")
-    if any(x.is_bool if isinstance(x, Made) else x.dtype == bool for x in cases):
+    if any(x.is_bool if isinstance(x, StepResult) else x.dtype == bool for x in cases):
         apply.refuse("selects among truth values")
     return apply("select", cases[1], cases[0], which)
 
 
-def _convert(apply: _Equation, x: Made) -> _Value | int:
+def _convert(apply: _Equation, x: StepResult) -> _Value | int:
     """Convert between truth values and floats of the one dtype."""
     if x.is_bool:
         is_same = apply.params["new_dtype"] == np.bool_
@@ -422,12 +427,12 @@ def _convert(apply: _Equation, x: Made) -> _Value | int:
     return apply("ne", x, 0.0) if apply.params["new_dtype"] == np.bool_ else x
 
 
-def _logical(apply: _Equation, x: _Value) -> int | float | Given:
+def _logical(apply: _Equation, x: _Value) -> int | float | ScoreIndependent:
     """Return a truth value as 1 or 0; operands here are never integers."""
     if isinstance(x, np.ndarray):
         return float(x)
-    if isinstance(x, Given):
-        return Given(array=x.array.astype(apply.dtype), letters=x.letters)
+    if isinstance(x, ScoreIndependent):
+        return ScoreIndependent(array=x.array.astype(apply.dtype), letters=x.letters)
     return apply("select", 1.0, 0.0, x)
 
 

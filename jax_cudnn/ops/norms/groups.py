@@ -209,6 +209,9 @@ def _of_groups(
             f"{op}: channel_axis={channel_axis} is among batch_axes={batch_axes!r} of "
             f"{describe(x)}. Name the axes of the images only."
         )
+    # With 3 groups, images (2, 8, 8, 6) are (2, 64, 3, 2) in the order (n, y, g, c),
+    # and the scale is (3, 2). Images with channels first, (2, 6, 8, 8), are
+    # (2, 3, 2, 64). Other orders are transposed to channels last, and back.
     channels = x.shape[channel]
     groups = channels if groups is None else _check_groups(op, groups, channels)
     each = channels // groups if groups else 1

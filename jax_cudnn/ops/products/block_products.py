@@ -26,8 +26,8 @@ from jax_cudnn.lowering import (
     entries_of,
     gathered_along,
     kept_copy,
-    run_by_hand,
     run_graph,
+    run_with_gradient,
     sharded_as,
 )
 from jax_cudnn.ops.common.arguments import (
@@ -40,9 +40,9 @@ from jax_cudnn.ops.common.f8_scaling import stands_for
 from jax_cudnn.ops.common.fusion import Operand
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.ops.products.f8_blocks import Blocks, in_blocks
-from jax_cudnn.ops.products.f8_by_hand import (
+from jax_cudnn.ops.products.f8_gradients import (
     Given,
-    ProductByHand,
+    ProductWithGradient,
     Sums,
     bias_operand,
     gradient_of_bias,
@@ -76,12 +76,12 @@ def block_products(
     for name, w in weights.items():
         given = {"x": x, "w": w, **of_x, **product.copies("w", w), **more}
         given |= bias_operand(op, biases.get(name))
-        found += run_by_hand(product, given)
+        found += run_with_gradient(product, given)
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockProduct(ProductByHand):
+class BlockProduct(ProductWithGradient):
     """A product in blocks, and its gradients.
 
     ``x_product_values``, ``x_product_scales`` and ``x_product_scale`` are those of the

@@ -36,7 +36,7 @@ from jax_cudnn.ops.common.arguments import (
     why_symbolic,
     why_without_graph,
 )
-from jax_cudnn.ops.common.fusion import Begun, Fusion, Operand
+from jax_cudnn.ops.common.fusion import Fusion, Operand, StartedGraph
 from jax_cudnn.ops.common.plain import (
     Contraction,
     Epilogue,
@@ -307,7 +307,7 @@ def _fused(
 
 def begin_conv(
     problem: Problem, dtype: np.dtype, *, is_rounded: bool = False
-) -> tuple[Begun, tuple[int, ...]]:
+) -> tuple[StartedGraph, tuple[int, ...]]:
     """Begin the graph of a convolution with a result of that dtype.
 
     The sums are rounded to this dtype at once, or only where the graph's result is. The
@@ -336,7 +336,7 @@ def begin_conv(
         order=orders[2],
         dtype=rounded if is_rounded else sums,
     )
-    return Begun(fusion, product, rounded), orders[2]
+    return StartedGraph(fusion, product, rounded), orders[2]
 
 
 def _order(spec: Sequence[int]) -> tuple[int, ...]:

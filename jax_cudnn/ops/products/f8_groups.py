@@ -41,7 +41,7 @@ from jax_cudnn.ops.common.f8_recipes import (
 from jax_cudnn.ops.common.f8_scaling import dequantize
 from jax_cudnn.ops.products.block_products import BlockProduct, block_products, laid_out
 from jax_cudnn.ops.products.f8_blocks import Blocks, in_blocks
-from jax_cudnn.ops.products.f8_by_hand import Given, ProductByHand
+from jax_cudnn.ops.products.f8_gradients import Given, ProductWithGradient
 from jax_cudnn.ops.products.f8_products import Product, cotangent, operand, products
 from jax_cudnn.ops.products.ragged_dot import (
     bias_of_rows,
@@ -184,7 +184,7 @@ def grouped_layers(
     return results, following
 
 
-class _Grouped(ProductByHand):
+class _Grouped(ProductWithGradient):
     """A product in groups; ``sizes`` are those of the groups."""
 
     def contracted(self, given: Given, x: jax.Array, w: jax.Array) -> jax.Array:

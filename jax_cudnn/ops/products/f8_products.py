@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import in_row_order, kept_copy, run_by_hand, sharded_as
+from jax_cudnn.lowering import in_row_order, kept_copy, run_with_gradient, sharded_as
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     describe,
@@ -33,9 +33,9 @@ from jax_cudnn.ops.common.f8_scaling import dequantize, over_scale, stands_for
 from jax_cudnn.ops.common.plain import Epilogue, check_implementation
 from jax_cudnn.ops.products.block_products import block_products
 from jax_cudnn.ops.products.dot_general import as_product
-from jax_cudnn.ops.products.f8_by_hand import (
+from jax_cudnn.ops.products.f8_gradients import (
     Given,
-    ProductByHand,
+    ProductWithGradient,
     Sums,
     bias_operand,
     gradient_of_bias,
@@ -110,7 +110,7 @@ def products(
         product = (kind or Product)(
             op=op, recipe=recipe, sums=sums, call=call, w_sharding=w_sharding
         )
-        found += run_by_hand(product, given)
+        found += run_with_gradient(product, given)
         following.append(state)
     return found, following
 
@@ -148,7 +148,7 @@ def _read(copy: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product(ProductByHand):
+class Product(ProductWithGradient):
     """A product in f8, and its gradients.
 
     ``x_copy`` and ``w_copy`` are the bytes of the operands in f8, ``x_scale`` and
@@ -158,7 +158,12 @@ class Product(ProductByHand):
 
     recipe: Delayed | Current
 
-    differentiable = (*ProductByHand.differentiable, "x_state", "w_state", "grad_state")
+    differentiable = (
+        *ProductWithGradient.differentiable,
+        "x_state",
+        "w_state",
+        "grad_state",
+    )
 
     def by_copies(self, given: Given) -> jax.Array:
         """Return the product by the f8 copies."""

@@ -23,7 +23,7 @@ from jax_cudnn.ops.common.arguments import (
     why_symbolic,
     why_without_graph,
 )
-from jax_cudnn.ops.common.fusion import Begun, Fusion, Operand, in_groups
+from jax_cudnn.ops.common.fusion import Fusion, Operand, StartedGraph, in_groups
 from jax_cudnn.ops.common.plain import Epilogue
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -169,7 +169,7 @@ def run_product(
 
 def begin_product(
     product: Product, dtypes: Dtypes, dtype: np.dtype, *, is_rounded: bool = False
-) -> Begun:
+) -> StartedGraph:
     """Begin the graph of a product with a result of that dtype.
 
     The sums are rounded to this dtype at once, or only where the graph's result is.
@@ -213,7 +213,7 @@ def begin_product(
         order=PLAIN,
         dtype=rounded if is_rounded else sums,
     )
-    return Begun(fusion, fusion.scaled(value, factors), rounded)
+    return StartedGraph(fusion, fusion.scaled(value, factors), rounded)
 
 
 def _converted(matrix: Operand, dtype: np.dtype | None) -> Operand:

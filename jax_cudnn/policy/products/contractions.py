@@ -45,38 +45,38 @@ class Contraction:
         return kernels.kernel_of(self.graph, tables)
 
 
-def contraction_of(part: Graph, way: Rewrite) -> Contraction | None:
-    """Return the contraction whose kernel a way of running a part chooses, if any."""
-    if way.core is None or way.problem is None or WITHIN in way.names:
+def contraction_of(part: Graph, rewrite: Rewrite) -> Contraction | None:
+    """Return the contraction whose kernel a rewrite of a part chooses, if any."""
+    if rewrite.core is None or rewrite.problem is None or WITHIN in rewrite.names:
         return None
     is_whole = any(node.kind in kernels.KINDS for node in filter(is_anchor, part.nodes))
-    return Contraction(way.problem, is_whole)
+    return Contraction(rewrite.problem, is_whole)
 
 
 def properties_of(
-    part: Graph, way: Rewrite, ways: Sequence[Rewrite], tables: Tables
+    part: Graph, rewrite: Rewrite, rewrites: Sequence[Rewrite], tables: Tables
 ) -> tuple[str, object]:
-    """Return what rows are about a way of running a product, and its properties."""
+    """Return what rows are about a rewrite of a product, and its properties."""
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
-        return "grouped products", GroupedProduct(part, way)
-    if WITHIN in way.names:
+        return "grouped products", GroupedProduct(part, rewrite)
+    if WITHIN in rewrite.names:
         return "products with sums", None
-    if way.core is None or way.problem is None:
+    if rewrite.core is None or rewrite.problem is None:
         return "", None
-    if contraction_in(way.problem).kind == "matmul":
-        return "matmuls", Matmul(way.problem)
-    convolution = Convolution(way.problem)
+    if contraction_in(rewrite.problem).kind == "matmul":
+        return "matmuls", Matmul(rewrite.problem)
+    convolution = Convolution(rewrite.problem)
     if not convolution.is_depthwise:
-        convolution.is_first_with_more = is_first_with_more(way.problem, tables)
+        convolution.is_first_with_more = is_first_with_more(rewrite.problem, tables)
         return "convolutions", convolution
-    alike = [each for each in ways if each.core == way.core]
-    is_first = order_of(way.core, alike, tables)[0] == way.names[0]
-    return "depthwise", depthwise_of(way, alike, is_first=is_first)
+    alike = [each for each in rewrites if each.core == rewrite.core]
+    is_first = order_of(rewrite.core, alike, tables)[0] == rewrite.names[0]
+    return "depthwise", depthwise_of(rewrite, alike, is_first=is_first)
 
 
-def point_of(part: Graph, way: Rewrite) -> Kernel | None:
+def point_of(part: Graph, rewrite: Rewrite) -> Kernel | None:
     """Return what a depthwise convolution is measured as; None for other parts."""
-    contraction = contraction_of(part, way)
+    contraction = contraction_of(part, rewrite)
     if contraction is None or not contraction.is_whole:
         return None
     graph = contraction.graph
@@ -97,9 +97,9 @@ def point_of(part: Graph, way: Rewrite) -> Kernel | None:
     )
 
 
-def measured_as(part: Graph, way: Rewrite, tables: Tables) -> Kernel | None:
+def measured_as(part: Graph, rewrite: Rewrite, tables: Tables) -> Kernel | None:
     """Return what a part with a contraction is measured as, if it is."""
-    point = point_of(part, way)
-    if point is not None or contraction_of(part, way) is None:
+    point = point_of(part, rewrite)
+    if point is not None or contraction_of(part, rewrite) is None:
         return point
     return kernels.kernel_of(part, tables)

@@ -28,9 +28,9 @@ class CublasLtProduct:
     width: int
 
 
-def cublaslt_product(way: Rewrite) -> CublasLtProduct | None:
-    """Return the product that a way of running a part is, if cuBLASLt computes it."""
-    graph = way.graph
+def cublaslt_product(rewrite: Rewrite) -> CublasLtProduct | None:
+    """Return the product that a rewrite of a part is, if cuBLASLt computes it."""
+    graph = rewrite.graph
     if len(graph.nodes) > _MOST_NODES or graph.nodes[0].kind != "matmul":
         return None
     return _product(graph) if has_cublaslt_plan(to_json(graph)) else None

@@ -22,7 +22,7 @@ from jax_cudnn.graph.products.conv import TRIPLES, arrays_in, conv_attributes
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.nearest import Kernel
-from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
+from jax_cudnn.policy.products.orders import becomes_of_groups, first_rewrite
 from jax_cudnn.policy.tables import Table, Tables
 
 KINDS = (*TRIPLES, "matmul")
@@ -56,14 +56,16 @@ def class_of(part: Graph, tables: Tables) -> str:
         return ""  # Depthwise ones have rows of their own.
     words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
-    if windows and (first_way(part, tables) != conv.PLAIN):
+    if windows and (first_rewrite(part, tables) != conv.PLAIN):
         return ""  # Another convolution runs, which was faster wherever measured.
     if windows:
         words.append(f"{len(windows)} axes")
         words += [_OF_ONES] if max(windows) == 1 else []
         if sizes["g"] > 1:
-            way = becomes_of_groups(part, tables)
-            words += [_GROUPS] if way == conv_groups.AS_IT_IS else [_GROUPS, way]
+            rewrite = becomes_of_groups(part, tables)
+            words += (
+                [_GROUPS] if rewrite == conv_groups.AS_IT_IS else [_GROUPS, rewrite]
+            )
     elif sizes["b"] > 1:
         words.append("batched")
     elif sizes["m"] <= _FEW_ROWS:
@@ -183,8 +185,8 @@ def engines_source(part: Graph, target: Target | None, tables: Tables) -> str:
         return ""
     names = itertools.chain.from_iterable(_names_of_engines(part, node, tables))
     every = (table for name in names for table in slow.get(name, _Slow()).tables)
-    told = dict.fromkeys(table.source(target) for table in every)
-    return ", ".join(f"engines {each}" for each in told)
+    shown = dict.fromkeys(table.source(target) for table in every)
+    return ", ".join(f"engines {each}" for each in shown)
 
 
 def own_engines(part: Graph, tables: Tables) -> tuple[int, ...]:
@@ -232,6 +234,8 @@ def preference(part: Graph, target: Target | None, tables: Tables) -> str:
                 wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
     if not wanted:
         return ""
+    # Such as {"preferred": [{"first_engine": 28, "wanted": [{"engine": 71}]}]}: where
+    # cuDNN lists a plan of engine 28 first, a plan of engine 71 is tried before it.
     preferred = [
         {"first_engine": engine, "wanted": each}
         for engine, each in sorted(wanted.items())

@@ -49,7 +49,7 @@ class Convolution:
     def __init__(self, graph: Graph) -> None:
         self._graph, self._node = graph, contraction_in(graph)
         self.kind = self._node.kind
-        # Set where tables are at hand: whether the first way has more channels.
+        # Set where tables are at hand: whether the first rewrite has more channels.
         self.is_first_with_more = False
         self._x, self._w, self._output = arrays_in(graph, self._node)
 
@@ -148,24 +148,26 @@ class Convolution:
 
 
 class Depthwise:
-    """A depthwise convolution as a way of writing it passes it to cuDNN."""
+    """A depthwise convolution as a rewrite of it passes it to cuDNN."""
 
-    def __init__(self, way: Rewrite, *, has_own_engine: bool, is_first: bool) -> None:
-        self._way, self._node = way, contraction_in(way.graph)
-        self.way, self.kind = way.names[0], self._node.kind
-        # Of all ways of writing it.
+    def __init__(
+        self, rewrite: Rewrite, *, has_own_engine: bool, is_first: bool
+    ) -> None:
+        self._rewrite, self._node = rewrite, contraction_in(rewrite.graph)
+        self.way, self.kind = rewrite.names[0], self._node.kind
+        # Of all of its rewrites.
         self.has_own_engine, self.is_first = has_own_engine, is_first
-        self._x, self._w, _ = arrays_in(way.graph, self._node)
+        self._x, self._w, _ = arrays_in(rewrite.graph, self._node)
 
     @property
     def has_engine(self) -> bool:
         """Whether cuDNN has an engine for such convolutions alone."""
-        return conv_depthwise.has_engine(self._way)
+        return conv_depthwise.has_engine(self._rewrite)
 
     @property
     def is_alone(self) -> bool:
         """Whether the kernel computes nothing else."""
-        return len(self._way.graph.nodes) == 1
+        return len(self._rewrite.graph.nodes) == 1
 
     @property
     def channels(self) -> int:
@@ -185,7 +187,7 @@ class Depthwise:
     @property
     def is_short_sum(self) -> bool:
         """Whether XLA computes it as a sum of shifted products."""
-        problem = self._way.problem
+        problem = self._rewrite.problem
         return problem is not None and is_short_sum_in(problem)
 
     @property
@@ -205,13 +207,13 @@ class Depthwise:
 
 
 class CausalConvolution:
-    """A causal convolution or its gradient, and a way to run it."""
+    """A causal convolution or its gradient, and a rewrite that runs it."""
 
-    def __init__(self, part: Graph, way: Rewrite) -> None:
+    def __init__(self, part: Graph, rewrite: Rewrite) -> None:
         (node,) = part.nodes
         x = roles_in(part, node)["x"]
         self.kind, self.dtype = node.kind, x.dtype
-        self.is_by_function = causal_conv1d.FUNCTION in way.names
+        self.is_by_function = causal_conv1d.FUNCTION in rewrite.names
         self.elements = math.prod(x.dims)
 
 
@@ -296,10 +298,10 @@ class CopiedForF8:
 class GroupedProduct:
     """A product of groups of rows, each with a matrix of its own, or its gradient."""
 
-    def __init__(self, part: Graph, way: Rewrite | None = None) -> None:
+    def __init__(self, part: Graph, rewrite: Rewrite | None = None) -> None:
         (node,) = part.nodes
         roles = roles_in(part, node)
-        self.way = way.names[-1] if way is not None else ""
+        self.way = rewrite.names[-1] if rewrite is not None else ""
         self.is_of_16_bits = roles["a"].dtype in NARROW
         self.is_of_8_bits = roles["a"].dtype in EIGHT_BIT
         self._rows = roles["a"].dims[1]

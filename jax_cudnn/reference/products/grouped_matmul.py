@@ -34,7 +34,7 @@ _ROWS_ARE_SUMMED = jax.lax.RaggedDotDimensionNumbers(
 
 
 class Groups(NamedTuple):
-    """The first row of each group, and the one behind its last."""
+    """The first row of each group, and the row after its last one."""
 
     starts: jax.Array
     ends: jax.Array

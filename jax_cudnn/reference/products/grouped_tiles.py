@@ -39,6 +39,9 @@ class _Tiles(NamedTuple):
     @classmethod
     def of_sizes(cls, sizes: jax.Array, total: int, rows: int) -> "_Tiles":
         """Return the tiles of groups that follow each other in so many rows."""
+        # Groups of 3 and 5 rows in tiles of 4 have the tiles 0:3, 3:7 and 7:8, and a
+        # fourth tile without rows. `first` of the third one is 4, since a tile has 4
+        # rows: 4:7 are not its own.
         sums = jnp.cumsum(sizes, dtype=jnp.int32)
         ends, starts = (jnp.clip(x, 0, total) for x in (sums, sums - sizes))
         each = -(-jnp.maximum(ends - starts, 0) // rows)

@@ -290,18 +290,18 @@ def test_the_loop_is_left_out_where_no_row_is_far(
     stats = operands[problem.backward.inputs.index("stats")]
     is_far = bool((jnp.abs(jnp.where(stats == -jnp.inf, 0, stats)) > 2**11).any())
     rewrite = legalize(problem.backward, HOPPER).candidates[0]
-    assert rewrite.usual is not None
-    assert bool(rewrite.usual.holds(operands)) == (not is_far)
+    assert rewrite.fast_path is not None
+    assert bool(rewrite.fast_path.applies(operands)) == (not is_far)
 
     def kernel(given: Any) -> Any:
         return tuple(flash(rewrite.graph, given))
 
     results = kernel(rewrite.before(operands))
-    text = str(jax.make_jaxpr(rewrite.usual.after)(operands, results))
+    text = str(jax.make_jaxpr(rewrite.fast_path.after)(operands, results))
     assert "while" not in text
     # Nothing hides rows from the kernel that there are not.
     assert "clamp" in str(jax.make_jaxpr(rewrite.before)(operands))
-    assert "clamp" not in str(jax.make_jaxpr(rewrite.usual.before)(operands))
+    assert "clamp" not in str(jax.make_jaxpr(rewrite.fast_path.before)(operands))
     with jax.disable_jit():  # the kernel is NumPy's
         found = rewrite.run(kernel, operands)
         expected = rewrite.after(operands, results)

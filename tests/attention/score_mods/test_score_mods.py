@@ -25,7 +25,7 @@ def test_alibi_is_that_of_the_paper(draw: Draw) -> None:
     slopes = score_mods.alibi_slopes(SIZES["h"])
     got = sdpa(q, k, v, score_mod=score_mods.alibi(slopes), is_causal=True)
     rows, columns = np.arange(SIZES["s"])[:, None], np.arange(SIZES["t"])
-    bias = slopes[:, None, None] * (columns - rows)
+    bias = slopes[:, None, None] * jnp.asarray(columns - rows, slopes.dtype)[None]
     want = sdpa(q, k, v, bias[None], is_causal=True)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 

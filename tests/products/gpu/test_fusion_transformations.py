@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests conv and matmul on a GPU under JAX's transformations, tuning and capture."""
+"""Tests conv and matmul on a GPU under JAX's transformations, and capture."""
 
 import contextlib
-import dataclasses
-import functools
 import itertools
-import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,98 +13,31 @@ import pytest
 from jax import export
 
 import jax_cudnn
-from jax_cudnn import choices, native, plans
-from jax_cudnn.choices import Choice
+from jax_cudnn import native, plans
 from jax_cudnn.config import Implementation
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import PartDecision
-from jax_cudnn.lowering.devices import local_target
 from tests.common.gpu.captured import custom_calls, run_dumped
-from tests.common.gpu.numerics import judge, to_f32
+from tests.common.gpu.numerics import to_f32
+from tests.products.gpu.fused_calls import (
+    NHWC,
+    OPS,
+    Function,
+    check,
+    conv_by,
+    conv_operands,
+    each_op,
+    judge_all,
+    matmul_by,
+    matmul_operands,
+    normal,
+    steps_of,
+    value_and_grad,
+)
 from tests.products.shared.fused import stacked
 
 pytestmark = pytest.mark.gpu
 
 _N = 3
-_NHWC = ("NHWC", "HWIO", "NHWC")
-Function = Callable[..., Any]
-
-
-def _normal(seed: int, *shape: int, size: float = 1.0, dtype: Any = jnp.bfloat16):
-    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(values * np.float32(size), dtype)
-
-
-# Each: a function of (operands) by implementation, and the operands of one example.
-
-
-def _conv(how: Implementation, **options: Any) -> Function:
-    def call(x, w, bias):
-        return jax_cudnn.conv(
-            x,
-            w,
-            (1, 1),
-            "SAME",
-            dimension_numbers=_NHWC,
-            bias=bias,
-            activation="gelu",
-            implementation=how,
-            **options,
-        )
-
-    return call
-
-
-def _matmul(how: Implementation, **options: Any) -> Function:
-    return lambda a, b, bias: jax_cudnn.matmul(
-        a, b, bias=bias, activation="silu", implementation=how, **options
-    )
-
-
-def _conv_operands(seed: int = 0, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
-    return (
-        _normal(seed, 2, 11, 13, 24, dtype=dtype),
-        _normal(seed + 10, 3, 3, 24, 40, size=1 / math.sqrt(9 * 24), dtype=dtype),
-        _normal(seed + 20, 40, dtype=dtype),
-    )
-
-
-def _matmul_operands(seed: int = 0, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
-    return (
-        _normal(seed, 65, 96, dtype=dtype),
-        _normal(seed + 10, 96, 40, size=1 / math.sqrt(96), dtype=dtype),
-        _normal(seed + 20, 40, dtype=dtype),
-    )
-
-
-_OPS = {"conv": (_conv, _conv_operands), "matmul": (_matmul, _matmul_operands)}
-each_op = pytest.mark.parametrize("op", list(_OPS))
-
-
-def _value_and_grad(function: Function, argnums: Any = (0, 1, 2)) -> Function:
-    def loss(*operands):
-        return jnp.sum(function(*operands).astype(jnp.float32) ** 2)
-
-    return jax.value_and_grad(loss, argnums=argnums)
-
-
-def _judge(results: Any, references: Any, truths: Any) -> None:
-    leaves = [jax.tree.leaves(each) for each in (results, references, truths)]
-    # The errors of a few numbers, losses, may be 0 in the reference by luck.
-    noises = [abs(x) * 2.0**-9 if np.size(x) < 8 else 0.0 for x in leaves[2]]
-    judge([f"leaf {i}" for i in range(len(leaves[0]))], *leaves, noises=noises)
-
-
-def _check(
-    function: Callable[[Implementation], Function],
-    operands: Any,
-    how: Implementation = "cudnn",
-):
-    """Judge function(how) against function("xla") in f32."""
-    results, references = function(how)(*operands), function("xla")(*operands)
-    with jax.default_matmul_precision("highest"):
-        truths = function("xla")(*map(to_f32, operands))
-    _judge(results, references, truths)
 
 
 def _implementations(function: Function, *operands: Any) -> list[str]:
@@ -117,15 +46,6 @@ def _implementations(function: Function, *operands: Any) -> list[str]:
         call.implementation
         for call in plans.inspect(function, *operands).calls
         if any(kind in call.op for kind in ("conv", "matmul"))
-    ]
-
-
-def _steps(function: Function, *operands: Any) -> list[PartDecision]:
-    """Return the parts of the function, as decided for this GPU."""
-    return [
-        step
-        for traced in traced_graphs(function, *operands)
-        for step in traced.decide().steps
     ]
 
 
@@ -139,7 +59,7 @@ def _steps(function: Function, *operands: Any) -> list[PartDecision]:
     ids=lambda subset: "".join("01"[is_in] for is_in in subset),
 )
 def test_vmap_of_gradients_is_a_loop_over_examples(op, subset):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
     single = operands_of()
     many = [operands_of(seed) for seed in range(_N)]
     axes = tuple((i % 2 if is_in else None) for i, is_in in enumerate(subset))
@@ -149,27 +69,27 @@ def test_vmap_of_gradients_is_a_loop_over_examples(op, subset):
     ]
 
     def run(how: Implementation, operands: Any) -> Any:
-        mapped = jax.vmap(_value_and_grad(function(how)), in_axes=axes)
+        mapped = jax.vmap(value_and_grad(function(how)), in_axes=axes)
         return jax.jit(mapped)(*operands)
 
     references = run("xla", operands)
-    one = jax.jit(_value_and_grad(function("xla")))
+    one = jax.jit(value_and_grad(function("xla")))
     with jax.default_matmul_precision("highest"):
         truths = stacked(one, list(map(to_f32, operands)), axes)
-    _judge(run("auto", operands), references, truths)
+    judge_all(run("auto", operands), references, truths)
     if op == "conv" and subset[1]:
         # Filters of its own for each example make a grouped convolution, which cuDNN
         # may refuse.
         with contextlib.suppress(jax_cudnn.UnsupportedError):
-            _judge(run("cudnn", operands), references, truths)
+            judge_all(run("cudnn", operands), references, truths)
     else:
-        _judge(run("cudnn", operands), references, truths)
+        judge_all(run("cudnn", operands), references, truths)
 
 
 def test_batched_filters_are_one_convolution_in_groups():
-    x, w, bias = _conv_operands()
+    x, w, bias = conv_operands()
     weights = jnp.stack([w, -w, 2 * w])
-    mapped = jax.vmap(_conv("auto"), in_axes=(None, 0, None))
+    mapped = jax.vmap(conv_by("auto"), in_axes=(None, 0, None))
     ((graph, _, _),) = traced_graphs(mapped, x, weights, bias)
     contraction = next(node for node in graph.nodes if node.kind == "conv_fprop")
     filters = graph.tensor(dict(contraction.inputs)["w"])
@@ -183,14 +103,14 @@ def test_batched_filters_are_one_convolution_in_groups():
 def test_scan_with_remat(op):
     layers = 4
     if op == "conv":
-        x = _normal(0, 2, 9, 7, 32)
-        weights = _normal(1, layers, 3, 3, 32, 32, size=1 / math.sqrt(9 * 32))
-        biases = _normal(2, layers, 32)
+        x = normal(0, 2, 9, 7, 32)
+        weights = normal(1, layers, 3, 3, 32, 32, size=1 / math.sqrt(9 * 32))
+        biases = normal(2, layers, 32)
     else:
-        x = _normal(0, 67, 48)
-        weights = _normal(1, layers, 48, 48, size=1 / math.sqrt(48))
-        biases = _normal(2, layers, 48)
-    function = _OPS[op][0]
+        x = normal(0, 67, 48)
+        weights = normal(1, layers, 48, 48, size=1 / math.sqrt(48))
+        biases = normal(2, layers, 48)
+    function = OPS[op][0]
 
     def network(how):
         @jax.checkpoint
@@ -200,36 +120,36 @@ def test_scan_with_remat(op):
         def run(x, weights, biases):
             return jax.lax.scan(layer, x, (weights, biases))[0]
 
-        return jax.jit(_value_and_grad(run))
+        return jax.jit(value_and_grad(run))
 
-    _check(network, (x, weights, biases))
+    check(network, (x, weights, biases))
 
 
 def test_a_chain_of_both_in_one_gradient():
-    x, w, bias = _conv_operands()
-    head = _normal(5, 40, 24, size=1 / math.sqrt(40))
+    x, w, bias = conv_operands()
+    head = normal(5, 40, 24, size=1 / math.sqrt(40))
 
     def chain(how):
         def run(x, w, bias, head):
-            y = _conv(how)(x, w, bias)
-            y = _matmul(how)(y, head, bias[:24])
-            return _conv(how)(y, w, bias)
+            y = conv_by(how)(x, w, bias)
+            y = matmul_by(how)(y, head, bias[:24])
+            return conv_by(how)(y, w, bias)
 
-        return jax.jit(_value_and_grad(run, argnums=(0, 1, 2, 3)))
+        return jax.jit(value_and_grad(run, argnums=(0, 1, 2, 3)))
 
-    _check(chain, (x, w, bias, head))
+    check(chain, (x, w, bias, head))
 
 
 @each_op
 def test_gradient_compiles_and_plans_once(op):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
     traced: list[None] = []
 
     def noted(*operands):
         traced.append(None)
         return function("cudnn")(*operands)
 
-    run = jax.jit(_value_and_grad(noted))
+    run = jax.jit(value_and_grad(noted))
     first = jax.block_until_ready(run(*operands_of()))
     builds = native.cache_stats().builds
     for seed in range(3):
@@ -241,7 +161,7 @@ def test_gradient_compiles_and_plans_once(op):
 
 @each_op
 def test_forward_mode_and_second_order_run_with_the_reference(op):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
     operands, tangents = operands_of(), operands_of(1)
 
     def along(differentiated: Function) -> Function:
@@ -252,45 +172,45 @@ def test_forward_mode_and_second_order_run_with_the_reference(op):
         return jax.jit(run)
 
     def first(how: Implementation) -> Function:
-        return along(lambda *x: _value_and_grad(function(how))(*x)[0])
+        return along(lambda *x: value_and_grad(function(how))(*x)[0])
 
     def second(how: Implementation) -> Function:
-        return along(lambda *x: _value_and_grad(function(how))(*x)[1])
+        return along(lambda *x: value_and_grad(function(how))(*x)[1])
 
-    _check(first, operands)
-    _check(second, operands)
+    check(first, operands)
+    check(second, operands)
     ops = [call.op for call in plans.inspect(second("cudnn"), *operands).calls]
     assert any(name.endswith(":derivative") for name in ops)
 
 
 @each_op
 def test_gradient_of_a_gradient_runs_with_the_reference(op):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
 
     def penalty(how: Implementation) -> Function:
         def norm(*x):
-            gradients = _value_and_grad(function(how), argnums=(0, 1))(*x)[1]
+            gradients = value_and_grad(function(how), argnums=(0, 1))(*x)[1]
             return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients)
 
         return jax.jit(jax.grad(norm, argnums=(0, 1)))
 
-    _check(penalty, operands_of())
+    check(penalty, operands_of())
 
 
 @each_op
 def test_export_round_trip(op):
-    function, operands_of = _OPS[op]
-    run = jax.jit(_value_and_grad(function("cudnn")))
+    function, operands_of = OPS[op]
+    run = jax.jit(value_and_grad(function("cudnn")))
     exported = export.export(run, disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS)(
         *operands_of()
     )
     assert f"@{native.TARGET_CAPTURED}(" in exported.mlir_module()
     assert native.TARGET_SCRATCH not in exported.mlir_module()
-    _check(
+    check(
         lambda how: (
             export.deserialize(exported.serialize()).call
             if how == "cudnn"
-            else _value_and_grad(function(how))
+            else value_and_grad(function(how))
         ),
         operands_of(),
     )
@@ -301,8 +221,8 @@ def test_program_lowered_without_a_gpu_runs_here(op, monkeypatch):
     """The scratch target: the plan and its workspace come at run time."""
     from jax_cudnn.lowering import devices
 
-    function, operands_of = _OPS[op]
-    run = jax.jit(_value_and_grad(function("cudnn")))
+    function, operands_of = OPS[op]
+    run = jax.jit(value_and_grad(function("cudnn")))
     with monkeypatch.context() as patch:
         patch.setattr(devices, "local_target", lambda: None)
         exported = export.export(
@@ -311,8 +231,8 @@ def test_program_lowered_without_a_gpu_runs_here(op, monkeypatch):
             disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS,
         )(*operands_of())
     assert native.TARGET_SCRATCH in exported.mlir_module()
-    _check(
-        lambda how: exported.call if how == "cudnn" else _value_and_grad(function(how)),
+    check(
+        lambda how: exported.call if how == "cudnn" else value_and_grad(function(how)),
         operands_of(),
     )
 
@@ -323,9 +243,9 @@ def test_program_lowered_without_a_gpu_runs_here(op, monkeypatch):
 @each_op
 @pytest.mark.parametrize("precision", ["highest", "float32", jax.lax.Precision.HIGHEST])
 def test_f32_in_full_precision_is_xla_s(op, precision):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
     operands = operands_of(dtype=jnp.float32)
-    run = jax.jit(_value_and_grad(function("auto", precision=precision)))
+    run = jax.jit(value_and_grad(function("auto", precision=precision)))
     assert set(_implementations(run, *operands)) == {"xla"}
     reasons = [
         reason
@@ -336,7 +256,7 @@ def test_f32_in_full_precision_is_xla_s(op, precision):
     cpu = jax.local_devices(backend="cpu")[0]
     arrays = [np.asarray(x, np.float64) for x in operands]
     with jax.enable_x64(True), jax.default_device(cpu):
-        truths = _value_and_grad(function("xla"))(*map(jnp.asarray, arrays))
+        truths = value_and_grad(function("xla"))(*map(jnp.asarray, arrays))
         truths = jax.tree.map(np.asarray, truths)
     for x, truth in zip(
         jax.tree.leaves(run(*operands)), jax.tree.leaves(truths), strict=True
@@ -350,7 +270,7 @@ def test_f32_in_full_precision_is_xla_s(op, precision):
 
 @each_op
 def test_f32_by_default_is_cudnn_s(op):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
     operands = operands_of(dtype=jnp.float32)
     assert _implementations(jax.jit(function("cudnn")), *operands) == ["cudnn"]
 
@@ -358,13 +278,13 @@ def test_f32_by_default_is_cudnn_s(op):
 @each_op
 @pytest.mark.usefixtures("x64")
 def test_f64_is_refused_with_reasons_and_left_to_xla(op):
-    function, operands_of = _OPS[op]
+    function, operands_of = OPS[op]
     operands = operands_of(dtype=jnp.float64)
     with pytest.raises(jax_cudnn.UnsupportedError, match="f64: cuDNN's") as caught:
         function("cudnn")(*operands)
     assert caught.value.reasons
     with pytest.raises(jax_cudnn.UnsupportedError, match="f64: cuDNN's"):
-        jax.jit(_value_and_grad(function("cudnn")))(*operands)
+        jax.jit(value_and_grad(function("cudnn")))(*operands)
     result = function("auto")(*operands)
     assert result.dtype == jnp.float64
     np.testing.assert_allclose(
@@ -390,15 +310,15 @@ def _odd_convs() -> dict[str, tuple[Function, tuple[jax.Array, ...]]]:
         return lambda x, w, bias: jax_cudnn.conv(
             x,
             w,
-            dimension_numbers=_NHWC,
+            dimension_numbers=NHWC,
             bias=bias,
             activation="silu",
             **options,
         )
 
-    x, w = _normal(0, 2, 13, 11, 7), _normal(1, 3, 2, 7, 13, size=0.1)
-    bias = _normal(2, 13)
-    grouped = _normal(3, 3, 3, 1, 24, size=0.3)
+    x, w = normal(0, 2, 13, 11, 7), normal(1, 3, 2, 7, 13, size=0.1)
+    bias = normal(2, 13)
+    grouped = normal(3, 3, 3, 1, 24, size=0.3)
     return {
         "asymmetric": (
             call(window_strides=(2, 1), padding=((0, 2), (3, 1))),
@@ -420,14 +340,14 @@ def _odd_convs() -> dict[str, tuple[Function, tuple[jax.Array, ...]]]:
                 feature_group_count=24,
                 implementation="cudnn",
             ),
-            (_normal(4, 2, 9, 9, 24), grouped, _normal(5, 24)),
+            (normal(4, 2, 9, 9, 24), grouped, normal(5, 24)),
         ),
         "matmul_unaligned": (
             lambda a, b, bias: jax_cudnn.matmul(a, b, bias=bias, activation="gelu"),
-            (_normal(6, 63, 61), _normal(7, 61, 37, size=0.13), _normal(8, 37)),
+            (normal(6, 63, 61), normal(7, 61, 37, size=0.13), normal(8, 37)),
         ),
-        "conv": (_conv("cudnn"), _conv_operands()),
-        "matmul": (_matmul("cudnn"), _matmul_operands()),
+        "conv": (conv_by("cudnn"), conv_operands()),
+        "matmul": (matmul_by("cudnn"), matmul_operands()),
     }
 
 
@@ -461,9 +381,9 @@ def test_results_are_bitwise_repeatable(name, direction):
     function, operands = _odd_convs()[name]
     if direction == "gradients":
         # Not the bias's: that sum is XLA's.
-        function = _value_and_grad(function, argnums=(0, 1))
+        function = value_and_grad(function, argnums=(0, 1))
     run = jax.jit(function)
-    planned = [step.plan for step in _steps(run, *operands) if step.plan is not None]
+    planned = [step.plan for step in steps_of(run, *operands) if step.plan is not None]
     noted = [plan.name for plan in planned if "NONDETERMINISTIC" in plan.numeric_notes]
     if noted:
         pytest.skip(f"cuDNN does not promise it: {', '.join(noted)}")
@@ -516,131 +436,3 @@ def test_a_chain_is_inside_a_captured_command_buffer(tmp_path):
     assert not outside
     # Six calls of the chain; six and six of its gradient; a conv and a matmul alone.
     assert len(inside) >= 6 + 12 + 2
-
-
-# --- tuning ---------------------------------------------------------------------------
-
-
-def _tuned(
-    op: str,
-) -> tuple[Callable[[Implementation], Function], tuple[jax.Array, ...]]:
-    function, operands_of = _OPS[op]
-    # A new function each time: nothing that was compiled before is used again.
-    return lambda how: _value_and_grad(function(how)), operands_of()
-
-
-def _autotune(function: Function, operands: tuple[jax.Array, ...]) -> plans.Tuning:
-    """Tune kernel by kernel; for whole programs, see test_in_context.py."""
-    return plans.autotune(function, *operands, progress=False, whole_program=False)
-
-
-@each_op
-def test_autotuned_choices_are_used_by_the_next_jit(op, table):
-    function, operands = _tuned(op)
-    tuning = _autotune(function("auto"), operands)
-    assert tuning.choices
-    assert table.all() == tuning.choices
-    assert op in str(tuning)
-    local = local_target()
-    assert local is not None
-    steps = _steps(function("auto"), *operands)
-    for step in steps:
-        choice = tuning.choices.get(choices.key_of(step.part, local[1]))
-        if choice is None:
-            assert not _is_measured(step)
-        elif choice.implementation == "xla":
-            assert step.rewrite is None
-        else:
-            assert step.rewrite is not None
-            assert step.request == choice.plan
-    if not steps:  # XLA runs them all
-        assert {c.implementation for c in tuning.choices.values()} == {"xla"}
-    _check(lambda how: jax.jit(function(how)), operands, "auto")
-
-
-def _is_measured(step: PartDecision) -> bool:
-    return any(
-        node.kind.startswith(("conv", "matmul", "reduction"))
-        for node in step.part.nodes
-    )
-
-
-@each_op
-@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
-def test_either_choice_is_followed_and_accurate(op, implementation, table):
-    """Whatever was faster here: each of the best plans, and XLA, by choice."""
-    function, operands = _tuned(op)
-    tuning = _autotune(function("auto"), operands)
-    forced = {
-        key: dataclasses.replace(choice, implementation=implementation)
-        for key, choice in tuning.choices.items()
-        if choice.plan or implementation == "xla"
-    }
-    table.clear()
-    table.add(forced)
-    contractions = [
-        call
-        for call in plans.inspect(function("auto"), *operands).calls
-        if any(kind in call.op for kind in ("conv", "matmul"))
-    ]
-    assert contractions
-    assert {call.implementation for call in contractions} == {implementation}
-    if implementation == "xla":
-        reasons = [reason for call in contractions for reason in call.reasons]
-        assert any("XLA was measured to be faster" in reason for reason in reasons)
-    else:
-        pinned = {step.request for step in _steps(function("auto"), *operands)}
-        assert pinned - {""} == {choice.plan for choice in forced.values()}
-    _check(lambda how: jax.jit(function(how)), operands, "auto")
-
-
-def test_a_choices_file_round_trips(table, tmp_path):
-    function, operands = _tuned("matmul")
-    tuning = _autotune(function("auto"), operands)
-    path = tmp_path / "choices.json"
-    tuning.save(path, made="by a test")
-    assert "by a test" in path.read_text()
-    decided = [step.request for step in _steps(function("auto"), *operands)]
-    table.clear()
-    assert not any(step.request for step in _steps(function("auto"), *operands))
-    assert plans.load_choices(path) == len(tuning.choices)
-    assert table.all() == tuning.choices
-    assert [step.request for step in _steps(function("auto"), *operands)] == decided
-
-
-@pytest.mark.parametrize(
-    "stale",
-    [
-        {"plan": '{"engine":12345,"knobs":{},"variant":0}'},
-        {"plan": '{"engine":0,"knobs":{},"variant":0}', "rewritten": "gone"},
-        {"plan": "not a plan"},
-    ],
-    ids=["engine", "rewritten", "text"],
-)
-def test_a_stale_choice_is_ignored_with_one_message(stale, table, caplog):
-    caplog.set_level(logging.INFO, logger="jax_cudnn")
-    # Sizes of its own in each case: a message comes once for a graph.
-    columns = 40 + 8 * len(stale["plan"]) + 8 * len(stale.get("rewritten", ""))
-    a, _, bias = _matmul_operands()
-    operands = (a, _normal(1, 96, columns, size=0.1), jnp.tile(bias, columns)[:columns])
-    (step,) = _steps(_matmul("auto"), *operands)
-    local = local_target()
-    assert local is not None
-    entry = Choice(op="matmul", operands="", implementation="cudnn", **stale)
-    table.add({choices.key_of(step.part, local[1]): entry})
-    expected = jax.jit(_matmul("xla"))(*operands)
-    for _ in range(2):
-        result = jax.jit(functools.partial(_matmul("auto")))(*operands)
-        np.testing.assert_allclose(
-            np.asarray(result, np.float32),
-            np.asarray(expected, np.float32),
-            rtol=2e-2,
-            atol=2e-2,
-        )
-        table.add({})  # a new version: all is decided again
-    (step,) = _steps(_matmul("auto"), *operands)
-    assert step.rewrite is not None
-    assert step.request == ""
-    messages = [r.getMessage() for r in caplog.records if "stale" in r.getMessage()]
-    assert len(messages) == 1
-    assert "the measured choice is stale and ignored" in messages[0]

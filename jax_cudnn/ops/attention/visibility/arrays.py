@@ -78,8 +78,8 @@ def at_ends(
     # The last query has no key after it. All that a query sees is in the cache, or else
     # its results are NaN: so it is the last key or before it, but for a right bound
     # below 0.
-    behind = 0 if right is None else max(-right, 0)
-    left = None if left is None or left >= t - 1 + behind else left
+    gap = 0 if right is None else max(-right, 0)
+    left = None if left is None or left >= t - 1 + gap else left
     right = None if right is None or right >= s - 1 else right
     if left is None and right is None:
         return None

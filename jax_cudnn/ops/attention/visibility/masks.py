@@ -373,6 +373,9 @@ def sorted_predicates(
 
     The `mask` among the arguments is that of the predicates that are arrays.
     """
+    # Causal() & Window(7, None) & Segments(ids) & Where(array) gives is_causal=True,
+    # local_window_size=(7, 0), mask=array, and the predicate that two tokens have the
+    # same id.
     parts = [*mask._parts()]
     given: dict[str, Any] = {}
     packings = [part for part in parts if part.is_packing]

@@ -19,7 +19,7 @@ from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.products.moe.arguments import check_weights
 from jax_cudnn.ops.products.moe.exchange import Exchange
 from jax_cudnn.ops.products.moe.experts import (
-    Computing,
+    ExpertOptions,
     Weights,
     run_experts,
     run_shared,
@@ -48,7 +48,7 @@ class Settings:
     """The arguments of a layer that are no arrays."""
 
     rule: Rule
-    how: Computing
+    how: ExpertOptions
     capacity_factor: float | None
     expert: tuple[str, ...]
     batch: tuple[str, ...]

@@ -70,6 +70,9 @@ class Exchange(NamedTuple):
 
     def _sorted(self, rows: int) -> tuple[jax.Array, jax.Array]:
         """Return source and target of the rows that arrive, once they lie by expert."""
+        # Rows arrive by sender. If device 0 sends 2 rows for expert 0 and 1 for expert
+        # 1, and device 1 sends 1 and 3, the experts of rows 0 to 6 are 0, 0, 1, 0, 1, 1
+        # and 1. `source` is (0, 1, 3, 2, 4, 5, 6).
         got = self._got
         begins = _starts(self._between, 0)[:, self._device]
         first = begins[:, None] + _starts(got, 1)

@@ -36,7 +36,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class ExpertOptions:
     """How the experts compute; the arguments of the products that are no arrays."""
 
     activation: Activation | None
@@ -60,7 +60,7 @@ def run_experts(
     rows: jax.Array,
     sizes: jax.Array,
     weights: Weights,
-    how: Computing,
+    how: ExpertOptions,
     states: States,
 ) -> tuple[jax.Array, States]:
     """Return each row's MLP by the expert of its group, and the products' next states.
@@ -98,7 +98,7 @@ def run_experts(
 
 
 def run_shared(
-    op: str, x: jax.Array, weights: Weights, how: Computing, states: States
+    op: str, x: jax.Array, weights: Weights, how: ExpertOptions, states: States
 ) -> tuple[jax.Array | None, States]:
     """Return the MLP that all tokens share, None if there is none, and states."""
     gate, up, down = weights.shared_gate_w, weights.shared_up_w, weights.shared_down_w
@@ -133,7 +133,7 @@ def _in_f8(
     op: str,
     x: jax.Array,
     weights: Weights,
-    how: Computing,
+    how: ExpertOptions,
     states: States,
     prefix: str,
     multiply: Callable[[jax.Array, Given, Known], Products],

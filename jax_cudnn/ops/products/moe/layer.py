@@ -20,7 +20,7 @@ from jax_cudnn.ops.common.arguments import (
 from jax_cudnn.ops.common.f8_recipes import Recipe, check_recipe
 from jax_cudnn.ops.common.meshes import AxisName, check_names, mesh_of
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
-from jax_cudnn.ops.products.moe.experts import Computing
+from jax_cudnn.ops.products.moe.experts import ExpertOptions
 from jax_cudnn.ops.products.moe.routing import Rule, Scores
 from jax_cudnn.ops.products.moe.sharded import run_sharded
 from jax_cudnn.ops.products.moe.states import (
@@ -180,7 +180,7 @@ def layer(
             scale=scale,
             groups=groups,
         ),
-        how=Computing(
+        how=ExpertOptions(
             activation=activation,
             precision=precision,
             implementation=implementation,

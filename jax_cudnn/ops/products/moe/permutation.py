@@ -132,6 +132,9 @@ def permutation_of(experts: jax.Array, kept: jax.Array, rows: int) -> Permutatio
     ``kept`` are (e,) numbers of rows, none larger than those that there are.
     """
     t, k = experts.shape
+    # Two tokens with experts [[1, 0], [1, 2]]. First choices come before second ones:
+    # `chosen` is (1, 1, 0, 2), and sorted stably, `order` is (2, 0, 1, 3). Entry 2 is
+    # the second choice of token 0, which is choice 0 * 2 + 1: `source` is (1, 0, 2, 3).
     chosen = experts.T.reshape(-1).astype(jnp.int32)
     is_known = (chosen >= 0) & (chosen < len(kept))
     chosen = jnp.where(is_known, chosen, len(kept))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that `f8.Delayed` has of a mixture of experts."""
+"""Checks and updates the state of `f8.Delayed` for a mixture of experts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes each device's share of a kernel's graph that is divided among devices.
+"""Computes one device's part of a kernel's graph that is divided among devices.
 
 Each device runs the graph with its own sizes. If a sum runs over a divided axis, each
-device has its share of the sum. The shares are added up before anything that follows
-reads them, in the dtype in which sums are kept or, if the call asks for it, in that of
-its operands.
+device has a partial sum. Partial sums are added up before anything that follows reads
+them, in the dtype in which sums are kept or, if the call asks for it, in that of its
+operands.
 """
 
 import math
@@ -21,8 +21,8 @@ from jax_cudnn.legalize import subgraph
 from jax_cudnn.lowering.sharding.cuts import Division
 from jax_cudnn.lowering.sharding.subaxes import Subaxes, reshaped
 from jax_cudnn.lowering.sharding.sums import (
-    share_dtype,
-    shares,
+    partial_sum_count,
+    partial_sum_dtype,
     stages,
     sum_dtype,
     summed,
@@ -35,12 +35,12 @@ Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """The collectives of devices that have shares along some factors.
+    """The collectives of devices that have partial sums along some factors.
 
-    ``total``: returns the sum of the shares. ``most``: their maximum. ``scatter``: the
-    device's part of the sum along an axis, by the cut that scatters it. ``exchange``:
-    an array of the same shape whose parts along an axis are the device's own part of
-    each share. The last two are for divisions that scatter.
+    ``total``: returns the sum of the partial sums. ``most``: their maximum.
+    ``scatter``: the device's part of the sum along an axis, by the cut that scatters
+    it. ``exchange``: an array of the same shape whose parts along an axis are the
+    device's own part of each partial sum. The last two are for divisions that scatter.
     """
 
     total: Callable[[jax.Array, frozenset[int]], jax.Array]
@@ -49,7 +49,7 @@ class Collectives:
     exchange: Callable[[jax.Array, frozenset[int], int, Any], jax.Array] | None = None
 
 
-def run_share(
+def run_on_device(
     graph: Graph,
     subaxes: Mapping[str, Subaxes],
     division: Division[Any],
@@ -59,6 +59,9 @@ def run_share(
     options: Options,
 ) -> list[jax.Array]:
     """Return a device's part of the results, given its part of the operands."""
+    # For example, (7, 24) @ (24, 5) + bias on two devices that divide the contraction.
+    # In the first stage each device multiplies (7, 12) by (12, 5). These partial sums
+    # are added up over the devices, and in the second stage each device adds the bias.
     values = dict(zip(graph.inputs, operands, strict=True))
     parts = [frozenset(nodes) for nodes in stages(graph, division)]
     for i, part in enumerate(parts):
@@ -67,48 +70,53 @@ def run_share(
             continue
         own = division if i else replace(division, scattered={})
         stage = _local_graph(stage, subaxes, own)
-        stage = _with_share_dtypes(stage, graph, division, options)
+        stage = _with_partial_sum_dtypes(stage, graph, division, options)
         arguments = [values[name] for name in stage.inputs]
         for name, x in zip(stage.outputs, run(stage, arguments), strict=True):
-            share = reshaped(x, own.local_shape(name))
+            partial_sum = reshaped(x, own.local_shape(name))
             wide = jax_dtype(sum_dtype(graph, name, options))
-            values[name] = _sum(graph.tensor(name), share, wide, division, collectives)
+            values[name] = _sum(
+                graph.tensor(name), partial_sum, wide, division, collectives
+            )
     return [values[name] for name in graph.outputs]
 
 
 def _sum(
     tensor: Tensor,
-    share: jax.Array,
+    partial_sum: jax.Array,
     wide: Any,
     division: Division[Any],
     collectives: Collectives,
 ) -> jax.Array:
-    """Return a device's part of a tensor, given its share of a sum or maximum.
+    """Return a device's part of a tensor, given its partial sum or maximum.
 
-    Shares are added up in the dtype `wide`.
+    Partial sums are added up in the dtype `wide`.
     """
     dtype = jax_dtype(tensor.dtype)
     over = summed(division, tensor.name)
     if not over:
-        return share.astype(dtype)
+        return partial_sum.astype(dtype)
     if tensor.name in division.factors.maxima:
-        return collectives.most(share, over).astype(dtype)
+        return collectives.most(partial_sum, over).astype(dtype)
     scattered = division.scattered.get(tensor.name)
     if scattered is None:
         # Sums of more than two are not rounded on the way.
-        if shares(division, tensor.name) > 2:
-            share = share.astype(wide)
-        return collectives.total(share, over).astype(dtype)
+        if partial_sum_count(division, tensor.name) > 2:
+            partial_sum = partial_sum.astype(wide)
+        return collectives.total(partial_sum, over).astype(dtype)
     assert collectives.scatter is not None
     assert collectives.exchange is not None
     ((factor, cut),) = scattered.items()
     axes = division.factors.axes[tensor.name]
     (axis,) = (i for i, product in enumerate(axes) if factor in product)
-    if share.dtype == wide:
-        return collectives.scatter(share, over, axis, cut).astype(dtype)
-    # Shares that a kernel has rounded are sent as they are.
-    count, shape = cut.count, share.shape
-    parts = collectives.exchange(share, over, axis, cut)
+    if partial_sum.dtype == wide:
+        return collectives.scatter(partial_sum, over, axis, cut).astype(dtype)
+    # Partial sums that a kernel has rounded are sent as they are.
+    # Two devices have bf16 partial sums (6, 10), which are scattered along rows: each
+    # device sends 3 rows to the other one. It then has its own 3 rows of both partial
+    # sums, (6, 10) again, which it adds up in f32 as (2, 3, 10).
+    count, shape = cut.count, partial_sum.shape
+    parts = collectives.exchange(partial_sum, over, axis, cut)
     parts = jnp.reshape(parts, (*shape[:axis], count, -1, *shape[axis + 1 :]))
     return jnp.sum(parts, axis, dtype=wide).astype(dtype)
 
@@ -129,14 +137,14 @@ def _local_graph(
     return replace(graph, tensors=tuple(map(own, graph.tensors)))
 
 
-def _with_share_dtypes(
+def _with_partial_sum_dtypes(
     stage: Graph, graph: Graph, division: Division[Any], options: Options
 ) -> Graph:
-    """Return a graph's stage with shares of sums as results in their dtype."""
+    """Return a graph's stage with its partial sums in the dtype that they have."""
 
     def own(tensor: Tensor) -> Tensor:
         if tensor.name not in stage.outputs or not summed(division, tensor.name):
             return tensor
-        return replace(tensor, dtype=share_dtype(graph, tensor.name, options))
+        return replace(tensor, dtype=partial_sum_dtype(graph, tensor.name, options))
 
     return replace(stage, tensors=tuple(map(own, stage.tensors)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What products of rounded copies share, whatever their copies are.
+"""The base class of products of operands that are rounded to f8 or blocks.
 
 The derivative is written by hand. Forward, copies of inputs and weights are multiplied;
 backward, copies of these and of the cotangent. Forward mode and higher orders
@@ -27,7 +27,7 @@ Given = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductByHand(abc.ABC):
+class ProductWithGradient(abc.ABC):
     """A product of copies, and its gradients; all operands are given by name."""
 
     op: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what was measured, as a table of the policy, beside the plan cache."""
+"""Stores measurements as a policy table in the folder of the plan cache."""
 
 import datetime
 import itertools
@@ -70,7 +70,7 @@ def _with_the_packages(rules: Rules, target: Target) -> Rules:
     """
     tables = [x for x in shipped() if x.is_of_architecture(target)]
 
-    def held(name: str) -> list[Mapping[str, Any]]:
+    def of_tables(name: str) -> list[Mapping[str, Any]]:
         every = (each for table in tables for each in table.data.get(name, ()))
         return [each for each in every if is_measured(each, target)]
 
@@ -80,8 +80,8 @@ def _with_the_packages(rules: Rules, target: Target) -> Rules:
             slow.setdefault(name, set()).update(engines)
     return Rules(
         slow={name: sorted(engines) for name, engines in slow.items()},
-        preferred=[*rules.preferred, *held("preferred")],
-        engines=[*rules.engines, *held("engines")],
+        preferred=[*rules.preferred, *of_tables("preferred")],
+        engines=[*rules.engines, *of_tables("engines")],
     )
 
 
@@ -128,7 +128,7 @@ def fresh_rows(target: Target) -> list[dict[str, Any]]:
     return [row for row in measured_rows(target) if not own.changes_of(row, now)]
 
 
-def keep(target: Target, found: Iterable[Mapping[str, Any]]) -> Path:
+def store(target: Target, found: Iterable[Mapping[str, Any]]) -> Path:
     """Add rows to those that are kept for a GPU, for this process and all others.
 
     What other processes added meanwhile stays. Where there is nothing to keep yet, this
@@ -156,7 +156,7 @@ def keep(target: Target, found: Iterable[Mapping[str, Any]]) -> Path:
                 _write(path, data)
     except OSError as error:
         raise LibraryError(f"{path} cannot be written: {error}") from error
-    use()
+    reload()
     return path
 
 
@@ -177,7 +177,7 @@ def to_text(data: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def use() -> None:
+def reload() -> None:
     """Decide by the files as they are now."""
     own.forget()
     forget_decisions()
@@ -203,7 +203,7 @@ def export(path: Path, target: Target) -> None:
         raise LibraryError(f"{path} cannot be written: {error}") from error
 
 
-def take(path: Path) -> Path:
+def import_file(path: Path) -> Path:
     """Keep an exported file here, in place of what there is for its GPU and cuDNN.
 
     Raises:
@@ -225,11 +225,11 @@ def take(path: Path) -> Path:
             _write(place, data)
     except OSError as error:
         raise LibraryError(f"{place} cannot be written: {error}") from error
-    use()
+    reload()
     return place
 
 
-def drop() -> int:
+def remove_all() -> int:
     """Remove all that was calibrated here; return how many files that were.
 
     Raises:
@@ -242,5 +242,5 @@ def drop() -> int:
     except OSError as error:
         raise LibraryError(f"a calibration cannot be removed: {error}") from error
     finally:
-        use()
+        reload()
     return len(found)

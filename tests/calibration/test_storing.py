@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jax_cudnn import cache, plans
-from jax_cudnn.calibration import kept
+from jax_cudnn.calibration import storing
 from jax_cudnn.errors import GraphError, LibraryError
 from jax_cudnn.graph import Target
 from jax_cudnn.policy import own, tables
@@ -33,7 +33,7 @@ def test_a_table_follows_from_rows() -> None:
         for i in range(8)
     ]
     norm = row(kernel("rms_norm, bf16", depth=1), 0.00001)
-    table = kept.table_of([*_ROWS, *slow, norm], H100, {"JAX": "1"})
+    table = storing.table_of([*_ROWS, *slow, norm], H100, {"JAX": "1"})
     assert (table["gpu"], table["sm_version"], table["cudnn"]) == (H100.name, 90, 919)
     assert table["slow_engines"] == {"conv_fprop, 16 bits": [8]}
     names = [name for name, *_ in table["kernels"]]
@@ -45,24 +45,26 @@ def test_a_table_follows_from_rows() -> None:
     ]
     assert len(table["measured"]) == 13
     # Fewer kernels make no engine slow for all of a kind.
-    few = kept.table_of([*_ROWS, *slow[:7]], H100, {})
+    few = storing.table_of([*_ROWS, *slow[:7]], H100, {})
     assert few["slow_engines"] == {}
 
 
 def test_times_are_those_of_the_plans_that_auto_runs() -> None:
     """The package's rules change cuDNN's first plan, and leave some engines to XLA."""
     like = kernel("matmul, 16 bits, more", rows=4096, columns=2048, depth=2048)
-    (first,) = kept.table_of(
+    (first,) = storing.table_of(
         [row(like, 1.0, op="matmul+add", first_engine=4)], H100, {}
     )["kernels"]
     assert first[4] == first[5]["4"] == pytest.approx(0.905, abs=0.01)
     newer = replace(H100, cudnn_version=92900)
-    (first,) = kept.table_of(
+    (first,) = storing.table_of(
         [row(like, 1.0, op="matmul+add", first_engine=4)], newer, {}
     )["kernels"]
     assert first[4] == 1.0
     slow = kernel("conv_fprop, 16 bits, more, 2 axes")
-    assert kept.table_of([row(slow, 3.0, first_engine=51)], H100, {})["kernels"] == []
+    assert (
+        storing.table_of([row(slow, 3.0, first_engine=51)], H100, {})["kernels"] == []
+    )
 
 
 def test_depthwise_convolutions_say_nothing_of_other_ones() -> None:
@@ -70,7 +72,7 @@ def test_depthwise_convolutions_say_nothing_of_other_ones() -> None:
     like = [row(kernel(name), 3.0, i, first_engine=8) for i in range(8)]
     engines = {"77": 1.0, "78": 0.5}
     like += [row(kernel(name), 1.0, i + 8, engines=engines) for i in range(8)]
-    table = kept.table_of(like, H100, {})
+    table = storing.table_of(like, H100, {})
     assert (table["slow_engines"], table["engines"]) == ({}, [])
     assert [each[4] for each in table["kernels"]] == [*[1.0] * 8, *[3.0] * 8]
     # The engine that runs is named first.
@@ -78,45 +80,45 @@ def test_depthwise_convolutions_say_nothing_of_other_ones() -> None:
 
 
 def test_what_others_added_meanwhile_stays(folder: Path) -> None:
-    kept.keep(H100, _ROWS[:2])
-    path = kept.keep(H100, _ROWS[2:])
+    storing.store(H100, _ROWS[:2])
+    path = storing.store(H100, _ROWS[2:])
     assert path == file_of(H100, folder)
     assert path.name == "nvidia-h100-80gb-hbm3-cudnn919-1.json"
-    assert [x["operands"] for x in kept.measured_rows(H100)] == [
+    assert [x["operands"] for x in storing.measured_rows(H100)] == [
         x["operands"] for x in _ROWS
     ]
     # A kernel that is measured again counts once.
-    kept.keep(H100, [{**_ROWS[0], "ratio": 2.0}])
-    assert [x["ratio"] for x in kept.measured_rows(H100)] == [2.0, 0.5, 0.5, 0.5]
+    storing.store(H100, [{**_ROWS[0], "ratio": 2.0}])
+    assert [x["ratio"] for x in storing.measured_rows(H100)] == [2.0, 0.5, 0.5, 0.5]
     # Of another cuDNN, there is another file.
-    kept.keep(replace(H100, cudnn_version=92000), _ROWS[:1])
+    storing.store(replace(H100, cudnn_version=92000), _ROWS[:1])
     assert len(own.paths()) == 2
-    assert len(kept.measured_rows(H100)) == 4
+    assert len(storing.measured_rows(H100)) == 4
 
 
 def test_a_file_is_for_this_user_and_whole(folder: Path) -> None:
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     assert path.stat().st_mode & 0o777 == 0o600
     (path.parent / f"tmp-{path.name}-x").write_text("of a process that was killed")
-    kept.keep(H100, ())
+    storing.store(H100, ())
     assert {each.name for each in path.parent.iterdir()} == {path.name, "lock"}
     data = json.loads(path.read_text())
-    assert kept.to_text(data) == path.read_text()
+    assert storing.to_text(data) == path.read_text()
 
 
 def test_nothing_is_written_before_something_was_measured(folder: Path) -> None:
-    kept.keep(H100, ())
+    storing.store(H100, ())
     assert own.paths() == []
     assert tables.calibrated() == ()
 
 
 _KEEPS = """
 import json, sys
-from jax_cudnn.calibration import kept
+from jax_cudnn.calibration import storing
 from jax_cudnn.graph import Target
 target, rows = json.loads(sys.argv[1])
 for row in rows:
-    kept.keep(Target(**target), [row])
+    storing.store(Target(**target), [row])
 """
 
 
@@ -130,7 +132,7 @@ def test_processes_keep_at_once_and_nothing_is_lost(folder: Path) -> None:
         command = [sys.executable, "-c", _KEEPS, told]
         running.append(subprocess.Popen(command, env=environment))
     assert [each.wait(timeout=60) for each in running] == [0, 0]
-    assert len(kept.measured_rows(H100)) == 50
+    assert len(storing.measured_rows(H100)) == 50
 
 
 def _changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -176,7 +178,7 @@ _BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("words", _BROKEN)
 def test_what_is_broken_is_said(words: str) -> None:
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     _changed(path, _BROKEN[words])
     with pytest.raises(GraphError) as caught:
         own.read(path)
@@ -185,7 +187,7 @@ def test_what_is_broken_is_said(words: str) -> None:
 
 
 def test_an_order_of_engines_is_accepted() -> None:
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     _changed(path, lambda data: data["engines"].append(_ORDER))
     assert own.read(path).data["engines"] == [_ORDER]
 
@@ -196,16 +198,16 @@ def test_an_order_of_engines_is_accepted() -> None:
 def test_a_broken_file_is_refused_by_name_and_decides_nothing(
     content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     assert len(tables.calibrated()) == 1
     path.write_bytes(content)
-    kept.use()
+    storing.reload()
     (told,) = plans.calibrated().broken
     assert path.name in told
     assert "Delete it, and run `jax-cudnn calibrate` again." in told
     assert f"Not used: {path}" in str(plans.calibrated())
     with pytest.raises(GraphError, match=path.name):
-        kept.keep(H100, _ROWS)
+        storing.store(H100, _ROWS)
     assert path.read_bytes() == content
     with caplog.at_level(logging.WARNING, logger="jax_cudnn"):
         assert tables.calibrated() == ()
@@ -214,7 +216,7 @@ def test_a_broken_file_is_refused_by_name_and_decides_nothing(
     assert record.getMessage().startswith("what was calibrated is not used: ")
     assert path.name in record.getMessage()
     # One that is broken keeps no other from deciding.
-    kept.keep(replace(H100, cudnn_version=92000), _ROWS)
+    storing.store(replace(H100, cudnn_version=92000), _ROWS)
     assert len(tables.calibrated()) == 1
 
 
@@ -222,53 +224,53 @@ def test_a_folder_that_takes_nothing_is_named(folder: Path) -> None:
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the folder should be")
     with pytest.raises(LibraryError, match="cannot be written") as caught:
-        kept.keep(H100, _ROWS)
+        storing.store(H100, _ROWS)
     assert str(folder) in str(caught.value)
     assert own.paths() == []
 
 
 def test_nothing_can_be_kept_where_the_cache_is_off() -> None:
     cache.configure(cache.Settings(directory=None))
-    kept.use()
+    storing.reload()
     with pytest.raises(LibraryError, match="JAX_CUDNN_CACHE_DIR"):
-        kept.keep(H100, _ROWS)
+        storing.store(H100, _ROWS)
     assert (tables.calibrated(), plans.calibrated().own) == ((), ())
 
 
 def test_what_is_exported_is_imported_elsewhere(tmp_path: Path, folder: Path) -> None:
     written = tmp_path / "mine.json"
     with pytest.raises(LibraryError, match="nothing was calibrated for NVIDIA H100"):
-        kept.export(written, H100)
-    path = kept.keep(H100, _ROWS)
+        storing.export(written, H100)
+    path = storing.store(H100, _ROWS)
     content = path.read_text()
-    kept.export(written, H100)
-    assert kept.drop() == 1
+    storing.export(written, H100)
+    assert storing.remove_all() == 1
     assert tables.calibrated() == ()
-    assert kept.take(written) == path
+    assert storing.import_file(written) == path
     assert path.read_text() == content
     (table,) = tables.calibrated()
     assert (table.gpu, table.cudnn) == (H100.name, 919)
-    assert kept.drop() == 1
-    assert kept.drop() == 0
-    kept.keep(H100, _ROWS)
+    assert storing.remove_all() == 1
+    assert storing.remove_all() == 0
+    storing.store(H100, _ROWS)
     with pytest.raises(LibraryError, match="cannot be written"):
-        kept.export(tmp_path / "no such folder" / "x.json", H100)
+        storing.export(tmp_path / "no such folder" / "x.json", H100)
 
 
 def test_garbage_is_not_imported(tmp_path: Path) -> None:
-    kept.keep(H100, _ROWS)
+    storing.store(H100, _ROWS)
     garbage = tmp_path / "garbage.json"
     garbage.write_text('{"schema": 1}')
     with pytest.raises(GraphError, match=f"{garbage} is not a calibration") as caught:
-        kept.take(garbage)
+        storing.import_file(garbage)
     # It is not to be deleted: it is somebody's.
     assert "Delete" not in str(caught.value)
     with pytest.raises(LibraryError, match="cannot be read"):
-        kept.take(tmp_path / "absent.json")
-    assert len(kept.measured_rows(H100)) == 4
+        storing.import_file(tmp_path / "absent.json")
+    assert len(storing.measured_rows(H100)) == 4
     shipped = Path(tables._FOLDER) / "sm90-cudnn9.19.json"
     with pytest.raises(GraphError, match="schema None is not 1"):
-        kept.take(shipped)
+        storing.import_file(shipped)
 
 
 def test_rows_of_other_versions_decide_and_are_not_fresh(
@@ -276,17 +278,17 @@ def test_rows_of_other_versions_decide_and_are_not_fresh(
 ) -> None:
     versions = {"cuDNN": "9.19.0", "JAX": "1.0", "driver": ""}
     monkeypatch.setattr(own, "environment", lambda _: dict(versions))
-    path = kept.keep(H100, _ROWS)
+    path = storing.store(H100, _ROWS)
     assert own.read(path).changes(H100.cudnn_version) == ()
     versions.update(JAX="1.1", driver="580.65.06")
     assert own.read(path).changes(H100.cudnn_version) == (
         "JAX 1.0, here 1.1 (4 kernels)",
     )
-    assert kept.fresh_rows(H100) == []
+    assert storing.fresh_rows(H100) == []
     assert len(tables.calibrated()[0].data["kernels"]) == 4
     # What is measured again is fresh, and the others still are not.
-    kept.keep(H100, _ROWS[:1])
-    assert len(kept.fresh_rows(H100)) == 1
+    storing.store(H100, _ROWS[:1])
+    assert len(storing.fresh_rows(H100)) == 1
     assert own.read(path).changes(H100.cudnn_version) == (
         "JAX 1.0, here 1.1 (3 kernels)",
     )

@@ -31,7 +31,7 @@ from jax_cudnn.ops.common.arguments import Precision, options, strongly_typed
 from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
 
 
-class Asked(NamedTuple):
+class Settings(NamedTuple):
     """The user's settings for all kernels."""
 
     implementation: Implementation | None
@@ -43,11 +43,11 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class StandaloneKernel:
     """A kernel of its own: ``work`` is a norm, or a call of an operation of ours."""
 
     work: Operation | Norm
-    asked: Asked
+    settings: Settings
 
     @property
     def works(self) -> tuple[Operation, ...]:
@@ -111,19 +111,21 @@ class Whole:
             axis=norm.axes,
             epsilon=norm.epsilon,
             preferred_element_type=norm.outputs[0].dtype,
-            implementation=self.asked.implementation,
-            plan=self.asked.plan,
+            implementation=self.settings.implementation,
+            plan=self.settings.plan,
         )
 
 
-def whole(work: object, asked: Asked) -> Whole | None:
+def standalone_kernel(work: object, settings: Settings) -> StandaloneKernel | None:
     """Return the kernel that an operation is without others, if it is one."""
     if isinstance(work, Operation) and graph_of(work.equation) is None:
         return None
-    return Whole(work, asked) if isinstance(work, Operation | Norm) else None
+    return (
+        StandaloneKernel(work, settings) if isinstance(work, Operation | Norm) else None
+    )
 
 
-def why_left(norm: Norm, asked: Asked) -> str:
+def why_left(norm: Norm, settings: Settings) -> str:
     """Return why the operations of a norm are XLA's, where the program is for any GPU.
 
     They are a graph, and the reason "", where cuDNN was asked for, while plans are
@@ -131,7 +133,7 @@ def why_left(norm: Norm, asked: Asked) -> str:
     of a device, and the examples of a vmap, are not known here. Whether cuDNN runs the
     graph is decided where it is compiled.
     """
-    implementation = asked.options().implementation
+    implementation = settings.options().implementation
     if implementation == "xla":
         return _XLA
     features = math.prod(norm.x.shape[axis] for axis in norm.axes)
