@@ -32,6 +32,7 @@ from tests.sharding.cases import (
     draw_spec,
     label,
     matmul,
+    normed_sums,
     sdpa,
     wanted,
 )
@@ -97,8 +98,12 @@ def _kernels(function: Function, operands: Sequence[jax.Array]) -> list[Any]:
     return [(call.op, call.shapes, call.count) for call in calls]
 
 
+# A residual whose type is sharded is added by JAX, which gives the sum its type.
+_OF_ONE = [case for case in CASES if case.function is not normed_sums]
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("case", _OF_ONE, ids=label)
 def test_kernels_along_axes_of_one_device_are_those_of_a_single_one(
     case: Case,
 ) -> None:
