@@ -113,9 +113,15 @@ def _evaluate_node(
     rule = RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
-    if at_conv and _is_xlas_conv(graph, node):
-        axis = _images(graph, node)
-        inputs = {role: at_conv(x, but=axis.get(role)) for role, x in inputs.items()}
+    axes = _images(graph, node) if at_conv and _is_xlas_conv(graph, node) else None
+
+    def passed(arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Return what a convolution reads or gives, by way of ``at_conv``."""
+        if at_conv is None or axes is None:
+            return arrays
+        return {role: at_conv(x, but=axes.get(role)) for role, x in arrays.items()}
+
+    inputs = passed(inputs)
     results = None
     has_wide = any(each.dtype == "f32" for each in outputs.values())
     may_narrow = narrow_sums and not (exact_dtypes and has_wide)
@@ -143,9 +149,7 @@ def _evaluate_node(
         results = _narrow_step(node, inputs) if may_narrow else None
     if results is None:
         results = rule(node.attributes, inputs, asked)
-    if at_conv and _is_xlas_conv(graph, node):
-        axis = _images(graph, node)
-        results = {role: at_conv(x, but=axis.get(role)) for role, x in results.items()}
+    results = passed(results)
     is_held = narrow_sums and _is_widened_for_conv(graph, node)
 
     def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:

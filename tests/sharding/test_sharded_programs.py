@@ -109,7 +109,7 @@ _ONE, _TWO = {"x": 8}, {"x": 2, "y": 4}
 
 
 # Of plain JAX's convolutions, some have wrong gradients of the filters here: see
-# lowering/undivided.py, and _moved_by in reference/products/contraction.py.
+# lowering/undivided.py.
 @pytest.mark.parametrize(
     ("function", "images", "filters", "sizes"),
     [
@@ -120,8 +120,12 @@ _ONE, _TWO = {"x": 8}, {"x": 2, "y": 4}
         (_conv(*_LAST, feature_group_count=4), (8, 6, 5, 4), (3, 3, 1, 4), _ONE),
         (_conv(*_LAST, rhs_dilation=(2, 1)), (6, 8, 5, 2), (3, 2, 2, 4), _TWO),
         (_conv(*_FIRST, rhs_dilation=(1, 2)), (6, 2, 5, 8), (4, 2, 2, 3), _TWO),
+        (_conv(*_LAST, rhs_dilation=(1, 2)), (6, 7, 8, 2), (7, 5, 2, 4), _TWO),
     ],
-    ids=["last", "first", "mixed", "causal", "images", "holes last", "holes first"],
+    ids=[
+        *("last", "first", "mixed", "causal", "images"),
+        *("holes last", "holes first", "many holes"),
+    ],
 )
 def test_second_derivatives_give_the_same_with_an_axis_of_8_divided(
     function: Callable[..., jax.Array],

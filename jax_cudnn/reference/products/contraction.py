@@ -6,9 +6,8 @@ interpreter passes the precision, as JAX takes it. Roles and axis letters are th
 graph/products/matmul.py and graph/products/conv.py.
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from jax_cudnn.reference.dtypes import DTYPES, kept_rounding
 from jax_cudnn.reference.products import shifted
 
 Operands = Mapping[str, jax.Array]
-_Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 # A gradient of more taps is one convolution, which XLA compiles sooner than as many
 # matmuls.
@@ -58,24 +56,21 @@ def conv_fprop(
     x, w = inputs["x"], inputs["w"]
     if _has_empty(inputs, outputs):
         return _zeros(outputs)
-    groups = _groups(x.shape, w.shape)
-    is_short_sum = shifted.applies(x, w, w.shape)
-    w, numbers = _filters(w, _natural(x.ndim), outputs["output"], groups)
-    if _is_transposed(attributes) and not is_short_sum:
+    if _is_transposed(attributes) and not shifted.applies(x, w, w.shape):
         # XLA takes a convolution by a filter that is flipped last for a gradient, and
         # multiplies by no zeros. It must not see that the filter is flipped twice.
-        taps = numbers.rhs_spec[2:]
+        taps = range(2, w.ndim)
         w = jax.lax.rev(jax.lax.optimization_barrier(jax.lax.rev(w, taps)), taps)
     result = _conv_in_groups(
         x,
         w,
         outputs["output"],
-        numbers,
+        _natural(x.ndim),
         window_strides=attributes.window_strides,
         padding=_pairs(attributes.padding_low, attributes.padding_high),
         lhs_dilation=attributes.lhs_dilation,
         rhs_dilation=attributes.rhs_dilation,
-        groups=groups,
+        groups=_groups(x.shape, w.shape),
         precision=precision,
     )
     return {"output": result}
@@ -107,15 +102,11 @@ def conv_dgrad(
         full = dilated(size, attributes.lhs_dilation[i])
         high.append(full + window - 1 - grown - low[i])
     natural = tuple(range(w.ndim))
-    numbers = jax.lax.ConvDimensionNumbers(natural, _swapped(w.ndim), natural)
-    filters, numbers = _filters(
-        _by_output(w, groups), numbers, outputs["grad_x"], groups
-    )
     result = _conv_in_groups(
         grad,
-        jax.lax.rev(filters, numbers.rhs_spec[2:]),
+        jax.lax.rev(_by_output(w, groups), natural[2:]),
         outputs["grad_x"],
-        numbers,
+        jax.lax.ConvDimensionNumbers(natural, _swapped(w.ndim), natural),
         window_strides=attributes.lhs_dilation,
         padding=_pairs(low, high),
         lhs_dilation=attributes.window_strides,
@@ -258,61 +249,22 @@ def _conv_in_groups(
         taps = jnp.transpose(w, numbers.rhs_spec)
         sums = shifted.convolved(x, taps, windows, output.order)
         return sums.astype(DTYPES[output.dtype])
-
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        pairs = padding
-        if windows.has_holes and not windows.is_symmetric and {*lhs_dilation} == {1}:
-            # XLA would fill the holes of the filter with zeros, and multiply by them.
-            x = jax.lax.optimization_barrier(windows.padded(x, range(x.ndim)))
-            pairs = [(0, 0)] * len(padding)
-        return _conv(
-            x,
-            w,
-            output,
-            numbers,
-            window_strides=window_strides,
-            padding=pairs,
-            lhs_dilation=lhs_dilation,
-            rhs_dilation=rhs_dilation,
-            feature_group_count=groups,
-            precision=precision,
-        )
-
-    def by_matmuls(x: jax.Array, w: jax.Array) -> jax.Array:
-        taps = jnp.transpose(w, numbers.rhs_spec)
-        sums = shifted.convolved_by_matmuls(x, taps, windows, groups, precision)
-        return sums.astype(DTYPES[output.dtype])
-
-    is_short = math.prod(windows.taps) <= _MOST_MATMULS
-    if windows.has_holes and is_short and shifted.are_floats(x, w):
-        return _moved_by(run, by_matmuls)(x, w)
-    return run(x, w)
-
-
-def _moved_by(run: _Product, other: _Product) -> _Product:
-    """Return a product whose derivative along its second operand is the other one.
-
-    JAX's own gradient of a filter with holes is wrong where XLA divides a spatial axis
-    among devices (JAX 0.10 and 0.12, on CPU devices), and slow (shifted.py).
-    """
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return run(x, w)
-
-    made = jax.custom_jvp(product)
-
-    def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        x, w = primals
-        moved_x, moved_w = tangents
-        terms: list[jax.Array] = []
-        if not isinstance(moved_x, jax.custom_derivatives.SymbolicZero):
-            terms.append(made(moved_x, w))
-        if not isinstance(moved_w, jax.custom_derivatives.SymbolicZero):
-            terms.append(other(x, moved_w))
-        return made(x, w), functools.reduce(jnp.add, terms)
-
-    made.defjvp(derivative, symbolic_zeros=True)
-    return made
+    if windows.has_holes and not windows.is_symmetric and {*lhs_dilation} == {1}:
+        # XLA would fill the holes of the filter with zeros, and multiply by them.
+        x = jax.lax.optimization_barrier(windows.padded(x, range(x.ndim)))
+        padding = [(0, 0)] * len(padding)
+    return _conv(
+        x,
+        w,
+        output,
+        numbers,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        feature_group_count=groups,
+        precision=precision,
+    )
 
 
 def _conv(
@@ -341,25 +293,6 @@ def _conv(
         **options,  # type: ignore[arg-type]
     )
     return jnp.transpose(result, back)
-
-
-def _filters(
-    w: jax.Array, numbers: jax.lax.ConvDimensionNumbers, output: Tensor, groups: int
-) -> tuple[jax.Array, jax.lax.ConvDimensionNumbers]:
-    """Return filters, those of groups in the output's order, and where their axes are.
-
-    In channels are where the output has its batch, and out channels where it has its
-    own. JAX's gradient of the filters of as many groups as channels is wrong in most
-    other orders, where XLA divides the channels among all devices (JAX 0.10, on CPU
-    devices). Where the output has its channels second, JAX's own order is right, too.
-    """
-    if groups == 1 or output.order == tuple(range(w.ndim)):
-        return w, numbers
-    out, channels, *taps = numbers.rhs_spec
-    axes = (channels, out, *taps)
-    first, second, *others = (output.order.index(axis) for axis in range(w.ndim))
-    moved = jnp.transpose(w, [axes[axis] for axis in output.order])
-    return moved, numbers._replace(rhs_spec=(second, first, *others))
 
 
 def _natural(rank: int) -> jax.lax.ConvDimensionNumbers:

@@ -76,12 +76,8 @@ class Windows:
 
 def applies(x: jax.Array, other: jax.Array, filters: Sequence[int]) -> bool:
     """Whether x with filters of these sizes is such a sum, and all are floats."""
-    return are_floats(x, other) and is_short_sum(x.shape, filters)
-
-
-def are_floats(*arrays: jax.Array) -> bool:
-    """Whether all arrays are floats of 16 bits or more."""
-    return all(str(each.dtype) in _FLOATS for each in arrays)
+    has_floats = all(str(each.dtype) in _FLOATS for each in (x, other))
+    return has_floats and is_short_sum(x.shape, filters)
 
 
 def convolved(
@@ -132,25 +128,6 @@ def filter_gradient_by_matmuls(
     ]  # fmt: skip
     stacked = jnp.stack(products, axis=-1)
     return stacked.reshape(grad.shape[1], x.shape[1] // groups, *windows.taps)
-
-
-def convolved_by_matmuls(
-    x: jax.Array, w: jax.Array, windows: Windows, groups: int, precision: Any
-) -> jax.Array:
-    """Return the convolution, by a matmul for each tap and group."""
-    out, channels, *_ = w.shape
-    wide = _wide(x)
-    products = [
-        jax.lax.dot_general(
-            w[(..., *tap)].reshape(groups, out // groups, channels),
-            _in_groups(shifted, groups), (((2,), (2,)), ((0,), (1,))),
-            precision=precision, preferred_element_type=wide,
-        )
-        for tap, shifted in _shifted(x, windows, range(x.ndim))
-    ]  # fmt: skip
-    total = functools.reduce(jnp.add, products)  # (groups, out, batch, *images)
-    merged = total.reshape(out, *total.shape[2:])
-    return jnp.swapaxes(merged, 0, 1)
 
 
 def _in_groups(x: jax.Array, groups: int) -> jax.Array:
