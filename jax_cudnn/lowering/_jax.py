@@ -267,9 +267,9 @@ def instantiate_zero(tangent: Any) -> jax.Array:
     return ad.instantiate_zeros(tangent)
 
 
-def zero_like(x: object) -> Any:
-    """Return the symbolic zero tangent of a value."""
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
+def zero_like(x: Any) -> Any:
+    """Return the symbolic zero tangent of a value, or of a type."""
+    return ad.Zero((x if is_array_aval(x) else jax.typeof(x)).to_tangent_aval())
 
 
 def is_linear_input(x: object) -> bool:

@@ -104,13 +104,18 @@ def _jvp(primals: Any, tangents: Any, *, but: int | None) -> Any:
     return _undivided_p.bind(*primals, but=but), moved
 
 
+def _transpose(cotangents: Any, x: Any, *, but: int | None) -> list[Any]:
+    del x
+    if _jax.is_zero(cotangents[0]):
+        return cotangents
+    return _undivided_p.bind(*cotangents, but=but)
+
+
 _undivided_p.def_impl(lambda x, *, but: [x])
 _undivided_p.def_abstract_eval(lambda x, *, but: [x])
 _jax.set_batching(_undivided_p, _batch)
 _jax.set_jvp(_undivided_p, _jvp)
-_jax.set_transpose(
-    _undivided_p, lambda cts, x, *, but: _undivided_p.bind(*cts, but=but)
-)
+_jax.set_transpose(_undivided_p, _transpose)
 _jax.set_lowering(_undivided_p, _lower)
 
 _IS_REGISTERED = _jax.register_partitioner(TARGET, partition=_partition, infer=_infer)

@@ -386,3 +386,16 @@ def test_a_state_needs_to_know_no_number_of_steps() -> None:
 
 def test_there_may_be_no_channels_and_many_taps() -> None:
     assert causal_conv1d(jnp.ones((2, 5, 0)), jnp.ones((40, 0))).shape == (2, 5, 0)
+
+
+def test_second_derivatives_of_nothing_are_nothing() -> None:
+    x, w = jnp.zeros((0, 40, 8)), jnp.ones((34, 8))
+
+    def reverse(x: jax.Array, w: jax.Array) -> Any:
+        y, pull = jax.vjp(jax_cudnn.causal_conv1d, x, w)
+        return pull(y)
+
+    found, pull = jax.vjp(reverse, x, w)
+    for grad_x, grad_w in (found, pull(found), jax.jvp(reverse, (x, w), (x, w))[1]):
+        assert grad_x.shape == x.shape
+        np.testing.assert_array_equal(grad_w, jnp.zeros_like(w))
