@@ -76,6 +76,7 @@ def _step(problem: Problem, shards: Shards) -> Step:
         queries=shards.query.shape[1],
         keys=shards.key.shape[1],
         band=problem.band,
+        is_packed=shards.query_starts is not None,
     )
 
 

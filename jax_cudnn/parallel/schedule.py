@@ -9,6 +9,7 @@ and windows are of this kind, everything else hides no whole block.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -154,17 +155,34 @@ def ring_steps(
 
 @functools.lru_cache(maxsize=1024)
 def gathered_step(
-    *, count: int, order: Order, queries: int, keys: int, band: Band
+    *,
+    count: int,
+    order: Order,
+    queries: int,
+    keys: int,
+    band: Band,
+    is_packed: bool = False,
 ) -> Step:
-    """Return the only step of devices that have all keys, in the sequence's order."""
-    everything = [_Run(first=0, position=0, count=keys * count)]
-    return _step(
-        0,
-        [
-            _calls(_runs(chunks_of(device, count, order), queries), everything, band)
-            for device in range(count)
-        ],
-    )
+    """Return the only step of devices that have all keys, in the sequence's order.
+
+    With ``is_packed``, keys before a device's own tokens have calls of their own, since
+    causality and windows of calls that are not shifted count from the first token.
+    """
+    total = keys * count
+
+    def calls(device: int) -> tuple[Call, ...]:
+        runs = _runs(chunks_of(device, count, order), queries)
+        # Device 1 of 2 has tokens 4 to 7. Under a causal mask they see keys 0 to 7: the
+        # first four without a mask, and their own from the first on, as sequences do.
+        starts = {run.position for run in runs} if is_packed else set()
+        cuts = sorted({0, total, *(x for x in starts if x < total)})
+        seen = [
+            _Run(first=start, position=start, count=end - start)
+            for start, end in itertools.pairwise(cuts)
+        ]
+        return _calls(runs, seen, band)
+
+    return _step(0, [calls(device) for device in range(count)])
 
 
 def _step(shift: int, calls: Sequence[tuple[Call, ...]]) -> Step:

@@ -104,9 +104,11 @@ def test_a_ring_computes_each_visible_pair_once(problem: dict[str, Any]) -> None
         np.testing.assert_array_equal(met, _wanted(problem, device))
 
 
-@given(_problems(("contiguous", "zigzag")))
-def test_gathered_keys_are_met_once_where_visible(problem: dict[str, Any]) -> None:
-    step = gathered_step(**problem)
+@given(_problems(("contiguous", "zigzag")), st.booleans())
+def test_gathered_keys_are_met_once_where_visible(
+    problem: dict[str, Any], is_packed: bool
+) -> None:
+    step = gathered_step(**problem, is_packed=is_packed)
     natural = np.arange(problem["count"] * problem["keys"])
     for device in range(problem["count"]):
         met = _count_pairs(problem, (step,), device, lambda _: natural)
