@@ -40,7 +40,7 @@ GUIDES = (
 OFF_GPU = ("several_gpus.md", "recipes.md", "flax.md", "moe.md", "adapters.md")
 
 _GPU_MARK = "# needs a GPU\n"
-_CUDNN_MARK = "# needs cuDNN\n"
+_CUDNN_MARK = re.compile(r"# needs cuDNN(?: (?P<major>\d+)\.(?P<minor>\d+))?\n")
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S
 )
@@ -64,7 +64,15 @@ class Snippet:
     @property
     def needs_cudnn(self) -> bool:
         """Whether it says so: a cuDNN that plans without a GPU."""
-        return self.code.startswith(_CUDNN_MARK)
+        return _CUDNN_MARK.match(self.code) is not None
+
+    @property
+    def cudnn_version(self) -> int:
+        """The oldest cuDNN that it says it needs, as 92200 for 9.22; 0 for any."""
+        found = _CUDNN_MARK.match(self.code)
+        if found is None or found["major"] is None:
+            return 0
+        return int(found["major"]) * 10_000 + int(found["minor"]) * 100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,9 @@ from jax_cudnn.reference.products.causal_conv1d import argument_gradient
 FUNCTION, CONVOLUTION = "function", "depthwise convolution"
 # cudnn_subquadratic_ops.h, cudnnCausalConv1dForward: kernelSize.
 TAPS = (*range(2, 9), 16, 32, 64, 128, 256)
+# cudnnCausalConv1dNwhForward and Backward refuse more (seen with cuDNN 9.28.1: they
+# return CUDNN_STATUS_BAD_PARAM, before they look for a GPU).
+_MOST_TAPS_CHANNELS_LAST = 128
 _SEGMENTS = "segment_ids: cuDNN's causal convolution has no segments"
 # Where the axes (b, s, c) are in an array of a convolution, (n, c, y).
 _PLACES = (0, 2, 1)
@@ -86,7 +89,8 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 def _function(graph: Graph) -> Rewrite:
     editor = GraphEditor.by_role(graph)
     x = editor.tensors["x"]
-    is_last = x.order != (0, 2, 1)
+    taps = editor.tensors["w"].dims[0]
+    is_last = x.order != (0, 2, 1) and taps <= _MOST_TAPS_CHANNELS_LAST
     order, order_of_w = ((0, 1, 2), (0, 1)) if is_last else ((0, 2, 1), (1, 0))
     if "bias" not in editor.tensors:
         _put_bias(editor, x)

@@ -58,6 +58,7 @@ def _graphs(
         {"no_bias": True, "wanted": (0, 1)},
         {"wanted": (0,), "dimension_numbers": "NCW"},
         {"taps": 9},
+        {"taps": 256},
         {"dtype": jnp.bfloat16},
     ],
     ids=str,
@@ -101,6 +102,15 @@ def test_the_function_gets_what_its_header_asks_for(layout: str) -> None:
         else:
             assert orders["output"] == orders["x"]
         assert not way.notes  # Nothing is transposed.
+
+
+def test_arrays_with_channels_last_are_transposed_for_256_taps() -> None:
+    for taps, order in ((128, (0, 1, 2)), (256, (0, 2, 1))):
+        for graph in _graphs(taps):
+            way = legalize(graph, _H200).candidates[0]
+            assert FUNCTION in way.names
+            (node,) = way.graph.nodes
+            assert roles_in(way.graph, node)["x"].order == order
 
 
 def test_older_cudnns_have_a_depthwise_convolution() -> None:
