@@ -203,14 +203,16 @@ def _listed(ratios: "Sequence[float]", digits: int) -> str:
 
 def _draw_parallel(figure: Any, shown: Any) -> None:
     figure.set_size_inches(_WIDTH, 5)
-    for axis, (title, rows) in zip(figure.subplots(2, 1), shown, strict=True):
+    axes = figure.subplots(2, 2, sharex=True, sharey=True).T.flat
+    for axis, (title, rows) in zip(axes, shown, strict=True):
         names, values = zip(*rows, strict=True)
         bars = axis.barh(names, [100 * x for x in values], color=_LIGHT["green"])
         axis.bar_label(bars, fmt="%.0f %%", padding=-40, color=_LIGHT["paper"])
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlim(0, 100)
-        axis.set_title(title.capitalize())
-        axis.set_xlabel("efficiency of 2 GPUs, %")
+        axis.set_title(title)
+    for axis in figure.axes[2:]:
+        axis.set_xlabel("efficiency, %")
 
 
 def _curves(figure: Any, height: float) -> Any:

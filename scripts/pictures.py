@@ -335,12 +335,15 @@ def panels() -> dict[str, list[Panel]]:
 
 
 def _parallel() -> list[tuple[str, list[tuple[str, float]]]]:
-    passes: dict[str, list[tuple[str, float]]] = {}
-    for row in _read("parallel")["rows"]:
-        if row["contender"] != "one GPU":
-            entry = row["contender"], round(row["efficiency"], 3)
-            passes.setdefault(row["pass"], []).append(entry)
-    return list(passes.items())
+    panels: dict[str, list[tuple[str, float]]] = {}
+    words = {"forward": "forward", "forward and backward": "with gradients"}
+    for what, page in (("Sequence", "parallel"), ("Documents", "parallel_packed")):
+        for row in _read(page)["rows"]:
+            if row["contender"] != "one GPU":
+                entry = row["contender"], round(row["efficiency"], 3)
+                title = f"{what},\n{words[row['pass']]}"
+                panels.setdefault(title, []).append(entry)
+    return list(panels.items())
 
 
 def _losses() -> dict[str, list[float]]:

@@ -37,7 +37,6 @@ from benchmarks.harness.records import Table
 from benchmarks.harness.timing import Contender, Timing, compare
 from jax_cudnn import masks, parallel
 
-_PAGES = {False: "parallel", True: "parallel_packed"}
 _ONE = "one GPU"
 
 
@@ -240,9 +239,20 @@ def _lines(data: Data) -> list[str]:
     ]
 
 
-markdown = Page(
+_SEQUENCE = Page(
     name="parallel", title="Attention over several GPUs", head=_head, lines=_lines
 )
+_DOCUMENTS = Page(
+    name="parallel_packed",
+    title="Packed documents over several GPUs",
+    head=_head,
+    lines=_lines,
+)
+
+
+def markdown(data: Data) -> str:
+    """Return the page of a run, given its data."""
+    return (_DOCUMENTS if data["workload"]["documents"] else _SEQUENCE)(data)
 
 
 def main() -> None:
@@ -277,8 +287,7 @@ def main() -> None:
     packed = f" --documents {options.documents}" if options.documents else ""
     found = Table(
         folder=options.out,
-        page=markdown,
-        name=_PAGES[bool(options.documents)],
+        page=_DOCUMENTS if options.documents else _SEQUENCE,
         keeps="nothing",
         about={
             "command": f"python -m benchmarks.parallel --tokens {options.tokens} "
