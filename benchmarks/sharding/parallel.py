@@ -7,11 +7,11 @@ writes parallel.json and parallel.md there. Needs NVIDIA GPUs, two by default. O
 computes a sequence of half the length for comparison: under a causal mask that is a
 quarter of the work, so half of what each of two GPUs does.
 
-    python -m benchmarks.parallel --documents 32768 --devices 4 --out docs/benchmarks
+    python -m benchmarks.parallel --documents 32768 --out docs/internals/measured
 
 writes parallel_packed.json and parallel_packed.md: of packed documents with so many
-tokens on average. One GPU computes those of its share of the sequence, a quarter of
-them beside four GPUs.
+tokens on average. One GPU computes those of its share of the sequence, half of them
+beside two GPUs.
 
     python -m benchmarks.parallel --cpu --tokens 64 --out build/benchmarks
 
