@@ -26,7 +26,7 @@ with (products/kernels.py).
 A table may say nothing of what was not measured there. One rule holds for that, and for
 a target without a table: the table of the nearest architecture, and of the nearest
 cuDNN on it, decides that says something of it: has a row of its sort, or an order that
-holds. The table that is ``for_unknown`` comes first for a GPU that is not known. An
+holds. So a table with one row of a sort needs all of them that hold there. The table that is ``for_unknown`` comes first for a GPU that is not known. An
 engine's number means another engine on another architecture, and engines come and go
 with cuDNN's versions. So a row that names fast or preferred engines decides on its own
 architecture and version alone. Slow ones count on all versions of their architecture.
