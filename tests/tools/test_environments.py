@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes environments and builds there works on bare machines, or says what lacks.
 
-`scripts/setup/venv.sh` installs what the tasks of the Makefile need. `cmake/find_headers.py`
-looks for what the extension is compiled with.
+`scripts/setup/venv.sh` installs what the tasks of the Makefile need.
+`cmake/find_headers.py` looks for what the extension is compiled with.
 """
 
 import os
