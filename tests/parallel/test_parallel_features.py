@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import UnsupportedError, masks, parallel, sdpa
-from tests.attention.shared.dense import dense_attention, seen_by
+from tests.attention.shared.dense import dense_attention, seen_by, with_gradients
 from tests.attention.shared.small import count_kinds
 from tests.common.devices import mesh_of
 from tests.parallel.whole import (
@@ -27,11 +27,13 @@ from tests.parallel.whole import (
     PACKED,
     SEGMENTS,
     B,
+    E,
     H,
     N,
     S,
     T,
     check,
+    draw,
     operands_of,
     spread_over,
 )
@@ -209,6 +211,44 @@ def test_causal_documents_take_no_mask(method: str, order: str) -> None:
         assert "cond[" not in text
         kinds = count_kinds(jax.grad(loss), operands, packed)
         assert kinds == {"sdpa": N, "sdpa_backward": N}
+
+
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        ("ring", "contiguous"),
+        ("ring", "striped"),
+        ("all_gather", "zigzag"),
+        ("all_to_all", "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("name", [x for x in MASKS if x.startswith("packed")])
+def test_padding_of_packed_documents_may_be_nan(
+    name: str, method: str, order: str
+) -> None:
+    mask, _, (s, t) = MASKS[name]
+    packed = next(x for x in mask._parts() if isinstance(x, masks.Packed))
+    offsets = packed.query_offsets, packed.key_offsets
+    queries, keys = (
+        np.arange(size) >= np.asarray(offsets[0] if x is None else x)[:, -1:]
+        for size, x in zip((s, t), offsets, strict=True)
+    )
+    assert queries.any()
+    assert keys.any()
+    operands = operands_of(s, t)
+    pulls = (draw(B, s, H, E), draw(B, s, H))
+
+    def spoilt(is_padding: np.ndarray, x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(is_padding, range(2, x.ndim)), jnp.nan, x)
+
+    given = {
+        name: spoilt(queries if name == "query" else keys, x)
+        for name, x in operands.items()
+    }
+    spread = functools.partial(spread_over, method=method, order=order, mask=mask)
+    want = with_gradients(spread, operands, pulls)
+    got = with_gradients(spread, given, tuple(spoilt(queries, x) for x in pulls))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # --- errors ---------------------------------------------------------------------------
