@@ -194,22 +194,26 @@ def test_documents_of_any_length(
         )
 
 
+@pytest.mark.parametrize("sizes", [(T, T), (T, 2 * T), (2 * T, T)])
 @pytest.mark.parametrize(("method", "order"), _WAYS_OF_DOCUMENTS)
-def test_causal_documents_take_no_mask(method: str, order: str) -> None:
-    operands = operands_of(T, T)
-    packed = masks.Packed(jnp.asarray(PACKED))
+def test_causal_documents_take_no_mask(
+    method: str, order: str, sizes: tuple[int, int]
+) -> None:
+    operands, offsets = operands_of(*sizes), jnp.asarray(PACKED)
 
-    def loss(operands: dict[str, Any], packed: masks.Packed) -> jax.Array:
+    def loss(operands: dict[str, Any], offsets: jax.Array) -> jax.Array:
+        # One array for both is one set of sequences.
+        packed = masks.Packed(offsets, offsets if sizes[0] == T else None)
         output, _ = spread_over(operands, method, order, mask=packed, is_causal=True)
         return jnp.sum(jnp.sin(output))
 
-    text = str(jax.make_jaxpr(jax.grad(loss))(operands, packed))
+    text = str(jax.make_jaxpr(jax.grad(loss))(operands, offsets))
     scores = re.findall(r"bool\[\d+,1,(\d+),(\d+)\]", text)
     assert all("1" in sizes for sizes in scores)
     if order == "striped":
         # One program of all devices in each step, and its gradient.
         assert "cond[" not in text
-        kinds = count_kinds(jax.grad(loss), operands, packed)
+        kinds = count_kinds(jax.grad(loss), operands, offsets)
         assert kinds == {"sdpa": N, "sdpa_backward": N}
 
 
