@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import UnsupportedError, masks, parallel, sdpa
+from jax_cudnn.lowering import traced_graphs
 from tests.attention.shared.dense import dense_attention, seen_by, with_gradients
 from tests.attention.shared.small import count_kinds
 from tests.common.devices import mesh_of
@@ -215,6 +216,22 @@ def test_causal_documents_take_no_mask(
         assert "cond[" not in text
         kinds = count_kinds(jax.grad(loss), operands, offsets)
         assert kinds == {"sdpa": N, "sdpa_backward": N}
+
+
+@pytest.mark.parametrize("name", [x for x in MASKS if x.startswith("packed")])
+def test_heads_apart_take_packed_sequences_as_one_device(name: str) -> None:
+    mask, _, sizes = MASKS[name]
+    operands = operands_of(*sizes)
+    spread = functools.partial(
+        spread_over, method="all_to_all", order="contiguous", mask=mask
+    )
+    one = functools.partial(sdpa, mask=mask, return_residual=True)
+    (own,), (whole,) = (
+        traced_graphs(function, operands)[0].graph.nodes
+        for function in (spread, lambda operands: one(**operands))
+    )
+    assert own.attributes == whole.attributes
+    assert [role for role, _ in own.inputs] == [role for role, _ in whole.inputs]
 
 
 @pytest.mark.parametrize(
