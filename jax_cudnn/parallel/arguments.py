@@ -208,7 +208,7 @@ def _unpacked(
 
     Where queries and keys have the same sequences, or no position matters, devices can
     cut them to their own tokens. Elsewhere, places count from another token for each
-    sequence, on each device.
+    sequence, on each device. With "all_to_all", devices have whole sequences.
     """
     b = operands.query.shape[0]
     s, t = (x.shape[1] * layout.shards for x in (operands.query, operands.key))
@@ -220,8 +220,11 @@ def _unpacked(
         found[name] = jnp.minimum(found[name], jnp.asarray(size, jnp.int32))
     has_band = attributes.is_causal or bool(attributes.window)
     is_movable = packed.has_same_sequences and not visibility.is_bottom_right
-    if is_movable or not has_band:
-        attributes = dataclasses.replace(attributes, longest=most)
+    if is_movable or not has_band or layout.method == "all_to_all":
+        is_bottom_right = has_band and visibility.is_bottom_right
+        attributes = dataclasses.replace(
+            attributes, longest=most, is_bottom_right=is_bottom_right
+        )
         return operands._replace(**found), visibility, attributes
     left, right = attributes.window or (None, None)
     if attributes.is_causal:

@@ -22,10 +22,12 @@ from jax_cudnn.ops.common.signatures import takes
 from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.blocks import Partial, accumulator
+from jax_cudnn.parallel.derivatives import Method as BlockMethod
 from jax_cudnn.parallel.derivatives import attention
 from jax_cudnn.parallel.gathering import ALL_GATHER
 from jax_cudnn.parallel.heads import attend_by_heads
 from jax_cudnn.parallel.order import all_positions, natural, positions_of
+from jax_cudnn.parallel.padding import tokens_inside, with_padding, without_padding
 from jax_cudnn.parallel.problem import (
     Method,
     Problem,
@@ -278,12 +280,16 @@ def attend_shards(
     The arrays are those of `check_arguments`, as one device has them.
     """
     shards = Shards.of(_aligned(problem, arrays))
-    if problem.method == "all_to_all":
+    by = {"ring": RING, "all_gather": ALL_GATHER}.get(problem.method)
+    steps = by.steps(problem, shards) if by is not None else ()
+    inside = tokens_inside(problem, shards, steps)
+    shards = without_padding(shards, inside)
+    if by is None:
         with on_behalf_of(op, "sdpa"):
             results = attend_by_heads(op, problem, shards)
     else:
-        results = tuple(_by_blocks(problem, shards))
-    output, *rows = results[: 1 + problem.with_lse]
+        results = tuple(_by_blocks(by, problem, shards))
+    output, *rows = with_padding(shards, inside, *results[: 1 + problem.with_lse])
     if (overrun := overrun_of(problem, shards)) is None:
         return (output, *rows)
     own = shards.query.shape[1]
@@ -309,8 +315,7 @@ def check_method(op: str, method: Method) -> None:
         )
 
 
-def _by_blocks(problem: Problem, shards: Shards) -> Partial:
-    by = RING if problem.method == "ring" else ALL_GATHER
+def _by_blocks(by: BlockMethod, problem: Problem, shards: Shards) -> Partial:
     shards, row_bias = without_row_bias(shards)
     shift = bias_shift(problem, shards)
     sinks = shards.sinks

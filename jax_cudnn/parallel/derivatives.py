@@ -17,7 +17,9 @@ from jax_cudnn.ops.attention.attend import of_rows
 from jax_cudnn.ops.attention.sinks import sink_slopes, with_sinks
 from jax_cudnn.parallel.blocks import Cotangents, Partial
 from jax_cudnn.parallel.problem import SCORES, Problem, Shards, base_of
+from jax_cudnn.parallel.schedule import Step
 
+Steps = Callable[[Problem, Shards], tuple[Step, ...]]
 # Return output, in query's dtype, and log-sum-exp (b, s, h).
 Forward = Callable[[Problem, Shards], Partial]
 
@@ -33,9 +35,10 @@ class Method:
     """A way to attention over several devices: forward, and its gradient.
 
     The gradient takes which operands' gradients are wanted, and is given output and
-    log-sum-exp with the sinks.
+    log-sum-exp with the sinks. Both run the calls of the same steps.
     """
 
+    steps: Steps
     forward: Forward
     backward: Backward
 

@@ -24,7 +24,7 @@ from jax_cudnn.parallel.schedule import Step, gathered_step
 
 
 def _forward(problem: Problem, shards: Shards) -> Partial:
-    step, moved = _step(problem, shards), _in_order(problem, shards)
+    (step,), moved = _steps(problem, shards), _in_order(problem, shards)
     total = attend_step(
         problem,
         step,
@@ -42,7 +42,7 @@ def _backward(
     cotangents: Cotangents,
     wanted: tuple[str, ...],
 ) -> OperandGradients:
-    step, moved = _step(problem, shards), _in_order(problem, shards)
+    (step,), moved = _steps(problem, shards), _in_order(problem, shards)
     keys = _gathered(problem, shards)
     sums = gradient_step(
         problem,
@@ -66,11 +66,8 @@ def _backward(
     return operand_gradients(shards, sums._replace(key=key, value=value, scores=scores))
 
 
-ALL_GATHER = Method(forward=_forward, backward=_backward)
-
-
-def _step(problem: Problem, shards: Shards) -> Step:
-    return gathered_step(
+def _steps(problem: Problem, shards: Shards) -> tuple[Step, ...]:
+    step = gathered_step(
         count=problem.count,
         order=problem.order,
         queries=shards.query.shape[1],
@@ -78,6 +75,10 @@ def _step(problem: Problem, shards: Shards) -> Step:
         band=problem.band,
         is_packed=shards.query_starts is not None,
     )
+    return (step,)
+
+
+ALL_GATHER = Method(steps=_steps, forward=_forward, backward=_backward)
 
 
 def _gathered(problem: Problem, shards: Shards) -> Keys:

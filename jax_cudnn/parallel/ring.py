@@ -85,7 +85,6 @@ def _backward(
 
 _Coming = TypeVar("_Coming")
 _Done = TypeVar("_Done")
-RING = Method(forward=_forward, backward=_backward)
 
 
 def operand_gradients(shards: Shards, sums: Gradients) -> OperandGradients:
@@ -135,6 +134,9 @@ def _steps(problem: Problem, shards: Shards) -> tuple[Step, ...]:
         band=problem.band,
         is_packed=shards.query_starts is not None,
     )
+
+
+RING = Method(steps=_steps, forward=_forward, backward=_backward)
 
 
 def _keys(

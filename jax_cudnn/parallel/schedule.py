@@ -141,6 +141,7 @@ def ring_steps(
             _runs(chunks_of(device, count, order), queries),
             _runs(chunks_of(source, count, order), keys),
             band,
+            is_packed=is_packed,
         )
 
     steps = [
@@ -163,24 +164,12 @@ def gathered_step(
     band: Band,
     is_packed: bool = False,
 ) -> Step:
-    """Return the only step of devices that have all keys, in the sequence's order.
-
-    With ``is_packed``, keys before a device's own tokens have calls of their own, since
-    causality and windows of calls that are not shifted count from the first token.
-    """
-    total = keys * count
+    """Return the only step of devices that have all keys, in the sequence's order."""
+    everything = [_Run(first=0, position=0, count=keys * count)]
 
     def calls(device: int) -> tuple[Call, ...]:
         runs = _runs(chunks_of(device, count, order), queries)
-        # Device 1 of 2 has tokens 4 to 7. Under a causal mask they see keys 0 to 7: the
-        # first four without a mask, and their own from the first on, as sequences do.
-        starts = {run.position for run in runs} if is_packed else set()
-        cuts = sorted({0, total, *(x for x in starts if x < total)})
-        seen = [
-            _Run(first=start, position=start, count=end - start)
-            for start, end in itertools.pairwise(cuts)
-        ]
-        return _calls(runs, seen, band)
+        return _calls(runs, everything, band, is_packed=is_packed)
 
     return _step(0, [calls(device) for device in range(count)])
 
@@ -240,18 +229,37 @@ def _packed_call(queries: int, keys: int, band: Band) -> Call | None:
 
 
 def _calls(
-    queries: Sequence[_Run], keys: Sequence[_Run], band: Band
+    queries: Sequence[_Run], keys: Sequence[_Run], band: Band, *, is_packed: bool
 ) -> tuple[Call, ...]:
-    """Return as few calls as cover what the queries see of the keys."""
+    """Return as few calls as cover what the queries see of the keys.
+
+    With ``is_packed``, keys before the queries have calls of their own, since causality
+    and windows of calls that are not shifted count from the first token.
+    """
     if list(queries) == list(keys) and band == Band(lowest=-math.inf, highest=0):
         # Tokens in ascending order, against themselves: no position matters.
         total = (0, sum(run.count for run in queries))
         return (Call(rows=total, columns=total, is_causal=True),)
+    if is_packed:
+        # Queries 4 to 7 see keys 0 to 7 under a causal mask: the first four without a
+        # mask, and the others from the first on, as sequences do.
+        starts = [run.position for run in queries]
+        keys = [part for run in keys for part in _cut(run, starts)]
     found: list[Call] = []
     for rows in queries:
         seen = [call for x in keys if (call := _call(rows, x, band)) is not None]
         found += _joined(seen, _beside)
     return tuple(_joined(found, _below))
+
+
+def _cut(run: _Run, positions: Sequence[int]) -> list[_Run]:
+    """Return the parts of a run before, between and after some positions."""
+    end = run.position + run.count
+    inside = (x for x in positions if run.position < x < end)
+    return [
+        _Run(first=run.first + start - run.position, position=start, count=stop - start)
+        for start, stop in itertools.pairwise(sorted({run.position, *inside, end}))
+    ]
 
 
 def _call(queries: _Run, keys: _Run, band: Band) -> Call | None:

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import UnsupportedError, masks, parallel, sdpa
-from tests.attention.shared.dense import dense_attention, seen_by
+from jax_cudnn.lowering import traced_graphs
+from tests.attention.shared.dense import dense_attention, seen_by, with_gradients
 from tests.attention.shared.small import count_kinds
 from tests.common.devices import mesh_of
 from tests.parallel.whole import (
@@ -27,11 +28,13 @@ from tests.parallel.whole import (
     PACKED,
     SEGMENTS,
     B,
+    E,
     H,
     N,
     S,
     T,
     check,
+    draw,
     operands_of,
     spread_over,
 )
@@ -192,23 +195,81 @@ def test_documents_of_any_length(
         )
 
 
+@pytest.mark.parametrize("sizes", [(T, T), (T, 2 * T), (2 * T, T)])
 @pytest.mark.parametrize(("method", "order"), _WAYS_OF_DOCUMENTS)
-def test_causal_documents_take_no_mask(method: str, order: str) -> None:
-    operands = operands_of(T, T)
-    packed = masks.Packed(jnp.asarray(PACKED))
+def test_causal_documents_take_no_mask(
+    method: str, order: str, sizes: tuple[int, int]
+) -> None:
+    operands, offsets = operands_of(*sizes), jnp.asarray(PACKED)
 
-    def loss(operands: dict[str, Any], packed: masks.Packed) -> jax.Array:
+    def loss(operands: dict[str, Any], offsets: jax.Array) -> jax.Array:
+        # One array for both is one set of sequences.
+        packed = masks.Packed(offsets, offsets if sizes[0] == T else None)
         output, _ = spread_over(operands, method, order, mask=packed, is_causal=True)
         return jnp.sum(jnp.sin(output))
 
-    text = str(jax.make_jaxpr(jax.grad(loss))(operands, packed))
+    text = str(jax.make_jaxpr(jax.grad(loss))(operands, offsets))
     scores = re.findall(r"bool\[\d+,1,(\d+),(\d+)\]", text)
     assert all("1" in sizes for sizes in scores)
     if order == "striped":
         # One program of all devices in each step, and its gradient.
         assert "cond[" not in text
-        kinds = count_kinds(jax.grad(loss), operands, packed)
+        kinds = count_kinds(jax.grad(loss), operands, offsets)
         assert kinds == {"sdpa": N, "sdpa_backward": N}
+
+
+@pytest.mark.parametrize("name", [x for x in MASKS if x.startswith("packed")])
+def test_heads_apart_take_packed_sequences_as_one_device(name: str) -> None:
+    mask, _, sizes = MASKS[name]
+    operands = operands_of(*sizes)
+    spread = functools.partial(
+        spread_over, method="all_to_all", order="contiguous", mask=mask
+    )
+    one = functools.partial(sdpa, mask=mask, return_residual=True)
+    (own,), (whole,) = (
+        traced_graphs(function, operands)[0].graph.nodes
+        for function in (spread, lambda operands: one(**operands))
+    )
+    assert own.attributes == whole.attributes
+    assert [role for role, _ in own.inputs] == [role for role, _ in whole.inputs]
+
+
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        ("ring", "contiguous"),
+        ("ring", "striped"),
+        ("all_gather", "zigzag"),
+        ("all_to_all", "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("name", [x for x in MASKS if x.startswith("packed")])
+def test_padding_of_packed_documents_may_be_nan(
+    name: str, method: str, order: str
+) -> None:
+    mask, _, (s, t) = MASKS[name]
+    packed = next(x for x in mask._parts() if isinstance(x, masks.Packed))
+    offsets = packed.query_offsets, packed.key_offsets
+    queries, keys = (
+        np.arange(size) >= np.asarray(offsets[0] if x is None else x)[:, -1:]
+        for size, x in zip((s, t), offsets, strict=True)
+    )
+    assert queries.any()
+    assert keys.any()
+    operands = operands_of(s, t)
+    pulls = (draw(B, s, H, E), draw(B, s, H))
+
+    def spoilt(is_padding: np.ndarray, x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(is_padding, range(2, x.ndim)), jnp.nan, x)
+
+    given = {
+        name: spoilt(queries if name == "query" else keys, x)
+        for name, x in operands.items()
+    }
+    spread = functools.partial(spread_over, method=method, order=order, mask=mask)
+    want = with_gradients(spread, operands, pulls)
+    got = with_gradients(spread, given, tuple(spoilt(queries, x) for x in pulls))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # --- errors ---------------------------------------------------------------------------

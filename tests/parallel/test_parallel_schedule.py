@@ -89,11 +89,14 @@ def _wanted(problem: dict[str, Any], device: int) -> np.ndarray:
     return (band.lowest <= difference) & (difference <= band.highest)
 
 
-@given(_problems(get_args(Order)))
-def test_a_ring_computes_each_visible_pair_once(problem: dict[str, Any]) -> None:
+@given(_problems(get_args(Order)), st.booleans())
+def test_a_ring_computes_each_visible_pair_once(
+    problem: dict[str, Any], is_packed: bool
+) -> None:
     count, keys = problem["count"], problem["keys"]
     shares = np.reshape(all_positions(count, keys, problem["order"]), (count, -1))
-    steps = ring_steps(**problem)
+    is_packed &= problem["order"] != "striped"
+    steps = ring_steps(**problem, is_packed=is_packed)
     assert steps[0].shift == 0
     for device in range(count):
 
@@ -113,6 +116,17 @@ def test_gathered_keys_are_met_once_where_visible(
     for device in range(problem["count"]):
         met = _count_pairs(problem, (step,), device, lambda _: natural)
         np.testing.assert_array_equal(met, _wanted(problem, device))
+
+
+@given(
+    _problems(("contiguous", "zigzag")), st.sampled_from([ring_steps, gathered_step])
+)
+def test_no_call_of_causal_documents_needs_a_mask(
+    problem: dict[str, Any], steps_of: Any
+) -> None:
+    found = steps_of(**problem | {"band": _CAUSAL}, is_packed=True)
+    for step in found if isinstance(found, tuple) else (found,):
+        assert not any(call.is_shifted for calls in step.programs for call in calls)
 
 
 def _ring(order: Order, band: Band, count: int = 8) -> tuple[Step, ...]:

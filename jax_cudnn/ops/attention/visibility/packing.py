@@ -49,8 +49,8 @@ class Packed(Mask):
     Attributes:
       query_offsets: integers (n + 1,), or (b, n + 1) for rows that differ. Also (n,) or
         (b, n) with lengths.
-      key_offsets: likewise. Default None: the sequences of the keys are those of the
-        queries.
+      key_offsets: likewise. Default None, or the same array: the sequences of the keys
+        are those of the queries.
       query_lengths: integers (n,) or (b, n). Default None: up to the next offset.
       key_lengths: likewise. Default None: those of the queries if `key_offsets` is
         None, else up to the next offset.
@@ -70,7 +70,10 @@ class Packed(Mask):
     @property
     def has_same_sequences(self) -> bool:
         """Whether queries and keys have the same sequences, whatever their numbers."""
-        return self.key_offsets is None and self.key_lengths is None
+        if self.key_offsets is None:
+            return self.key_lengths is None
+        is_one = self.key_offsets is self.query_offsets
+        return is_one and self.key_lengths is self.query_lengths
 
     def __post_init__(self) -> None:
         if self.max_length is not None:

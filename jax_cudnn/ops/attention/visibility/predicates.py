@@ -263,6 +263,12 @@ class InSequence:
             is_seen = is_seen & (difference <= self.right)
         return is_seen[:, None]
 
+    def inside(self, queries: Tokens, keys: Tokens) -> tuple[jax.Array, jax.Array]:
+        """Return which queries and which keys are in a sequence, bool (b, tokens)."""
+        rows = places(queries.numbers, Spans(self.query_starts, self.query_lengths))
+        columns = places(keys.numbers, Spans(self.key_starts, self.key_lengths))
+        return rows.sequence >= 0, columns.sequence >= 0
+
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
         """Return whether some query may see some key."""
 
