@@ -19,9 +19,9 @@
 #                  moe, generate, build and gpu)
 
 PYTHON ?= python3
-PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
-PYTHON_NEWEST ?= $(shell scripts/find_python.sh 3.13 3.12 3.14)
-GPU_EXTRA ?= $(shell scripts/gpu_extra.sh)
+PYTHON_OLDEST ?= $(shell scripts/setup/find_python.sh 3.11 3.12 3.13)
+PYTHON_NEWEST ?= $(shell scripts/setup/find_python.sh 3.13 3.12 3.14)
+GPU_EXTRA ?= $(shell scripts/setup/gpu_extra.sh)
 PYTEST_FLAGS ?= -n 2 --dist loadgroup
 FUZZ_SECONDS ?= 60
 export OFFLINE WHEELS
@@ -108,7 +108,7 @@ generate: .venv/.installed  ## generate text with a cache of keys and values
 
 .PHONY: wheel
 wheel:  ## build a wheel for Python 3.12 and newer, in build/wheels/release
-	scripts/build_wheel.sh release '$(PYTHON_NEWEST)'
+	scripts/setup/build_wheel.sh release '$(PYTHON_NEWEST)'
 
 .PHONY: build
 build: .venv/.installed  ## install the working tree, editable, in .venv
@@ -225,16 +225,16 @@ clean:  ## remove all that make made, environments too
 # Environments. Each carries a mark that is as old as its last installation.
 
 .venv/.installed: $(BUILD_FILES)
-	EDITABLE=1 scripts/install.sh $(@D) '$(PYTHON)' 'test$(addprefix $(comma),$(GPU_EXTRA))'
+	EDITABLE=1 scripts/setup/install.sh $(@D) '$(PYTHON)' 'test$(addprefix $(comma),$(GPU_EXTRA))'
 	@touch $@
 
 # Without a GPU, `gpuless` brings the libraries with which the real cuDNN still plans.
 .venv-oldest/.installed: $(BUILD_FILES) $(PACKAGE_FILES)
-	WERROR=1 scripts/install.sh $(@D) '$(PYTHON_OLDEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_OLDEST)
+	WERROR=1 scripts/setup/install.sh $(@D) '$(PYTHON_OLDEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_OLDEST)
 	@touch $@
 
 .venv-newest/.installed: $(BUILD_FILES) $(PACKAGE_FILES)
-	WERROR=1 scripts/install.sh $(@D) '$(PYTHON_NEWEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_NEWEST)
+	WERROR=1 scripts/setup/install.sh $(@D) '$(PYTHON_NEWEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_NEWEST)
 	@touch $@
 
 # The tests' wheel, with the real cuDNN, which the notebook of plans asks.
@@ -242,11 +242,11 @@ docs_from = $(if $(PYTHON_NEWEST),newest,oldest)
 docs_python = $(or $(PYTHON_NEWEST),$(PYTHON_OLDEST))
 docs_wheel = build/wheels/venv-$(docs_from)/*.whl
 .venv-docs/.installed: .venv-$(docs_from)/.installed
-	scripts/venv.sh $(@D) '$(docs_python)' --no-deps --force-reinstall $(docs_wheel)
-	scripts/venv.sh $(@D) '$(docs_python)' "$$(echo $(docs_wheel))[docs,gpuless]" \
+	scripts/setup/venv.sh $(@D) '$(docs_python)' --no-deps --force-reinstall $(docs_wheel)
+	scripts/setup/venv.sh $(@D) '$(docs_python)' "$$(echo $(docs_wheel))[docs,gpuless]" \
 	  jax==$(if $(PYTHON_NEWEST),$(JAX_NEWEST),$(JAX_OLDEST))
 	@touch $@
 
-.venv-tools/.installed: Makefile scripts/venv.sh
-	scripts/venv.sh $(@D) '$(PYTHON)' $(TOOLS)
+.venv-tools/.installed: Makefile scripts/setup/venv.sh
+	scripts/setup/venv.sh $(@D) '$(PYTHON)' $(TOOLS)
 	@touch $@

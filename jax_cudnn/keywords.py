@@ -106,6 +106,8 @@ _PACKED = "Pass mask=masks.Packed(offsets)."
 _SEGMENTS = "Pass mask=masks.Segments(ids) or masks.Packed.from_segment_ids(ids)."
 _LONGEST = "Leave it out, or pass mask=masks.Packed(offsets, max_length=...)."
 _PADDING = "Pass mask=~padding[:, None, None, :], if True means padding."
+_FEWER_HEADS = "Leave it out: key and value may have fewer heads than query."
+_PAGES = "Pass it to jax_cudnn.paged_sdpa, as page_table."
 _NO_WEIGHTS = "Leave it out: attention weights are not stored."
 _SOFTCAP = "Pass score_mod=score_mods.softcap(cap)."
 _STATISTICS = "Did you mean use_running_average? It is True for inference."
@@ -117,6 +119,7 @@ _MASK_OR_BIAS = (
 # is a sentence for each of some names.
 ADVICE = {
     "score_mod": {
+        "block_table": _PAGES,
         "alibi_slopes": "Pass score_mod=score_mods.alibi(slopes).",
         **dict.fromkeys(("softcap", "soft_cap", "logits_soft_cap"), _SOFTCAP),
     },
@@ -133,9 +136,16 @@ ADVICE = {
         "block_mask": "Pass a mask of jax_cudnn.masks, or an array of bools.",
         **dict.fromkeys(("segment_ids", "q_segment_ids", "kv_segment_ids"), _SEGMENTS),
     },
-    "key": {
-        "enable_gqa": "Leave it out: key and value may have fewer heads than query.",
+    "bias": {
+        "attn_bias_type": "Pass bias, which is added to the scaled scores.",
     },
+    "sinks": {
+        "softmax_type": "Pass sinks: the offsets, or zeros for 'off-by-one'.",
+    },
+    "layout": {
+        "transpose_batch_sequence": "Pass layout='sbhd' for tokens before batch.",
+    },
+    "key": dict.fromkeys(("enable_gqa", "num_gqa_groups"), _FEWER_HEADS),
     "return_residual": dict.fromkeys(
         ("need_weights", "output_attentions", "return_attention_scores"), _NO_WEIGHTS
     ),

@@ -9,13 +9,12 @@ which follows the colour scheme of the page or of the reader.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from scripts.pictures import Dot, Panel
+from scripts.panels import CONTENDERS, Dot, Panel
 
 _WIDTH = 4.4  # inches of 72 points
 _SIZE = 10.5  # points of text
@@ -132,13 +131,11 @@ def _draw_panels(figure: Any, shown: "Sequence[Panel]") -> None:
 
 
 def _in_legend(axis: Any, name: str) -> Any:
-    from scripts.pictures import CONTENDERS
-
     colour, mark = _STYLES[name]
     return axis.plot([], [], mark, color=_LIGHT[colour], label=CONTENDERS[name])[0]
 
 
-def _draw_panel(axis: Any, panel: "Panel", height: float) -> None:
+def _draw_panel(axis: Any, panel: Panel, height: float) -> None:
     ticks = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5]
     axis.set_xscale("log")
     axis.set_xlim(panel.smallest, panel.largest)
@@ -168,7 +165,7 @@ def _draw_panel(axis: Any, panel: "Panel", height: float) -> None:
 
 
 def _draw_lane(
-    axis: Any, place: float, contender: str, dots: "Iterable[Dot]", panel: "Panel"
+    axis: Any, place: float, contender: str, dots: "Iterable[Dot]", panel: Panel
 ) -> None:
     colour, mark = _STYLES[contender]
     colour = _LIGHT[colour]

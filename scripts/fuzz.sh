@@ -18,7 +18,7 @@ fi
 mapfile -t needs < <("$python" -c "import tomllib
 project = tomllib.load(open('pyproject.toml', 'rb'))
 print(*project['build-system']['requires'], 'cmake', sep='\n')")
-scripts/venv.sh "$venv" "$python" "${needs[@]}"
+scripts/setup/venv.sh "$venv" "$python" "${needs[@]}"
 mkdir -p build
 {
   "$venv/bin/cmake" -S . -B build/fuzz -DJAX_CUDNN_FUZZ=ON -DCMAKE_BUILD_TYPE=None \

@@ -75,6 +75,12 @@ _NOTES = (
         "another one, or a gradient as a convolution",
     ),
     (
+        r"^x and grad_output change places",
+        "swapped",
+        "the gradient of the filters is that of an ordinary convolution, whose input "
+        "is the cotangent",
+    ),
+    (
         r"^what surrounds the contraction",
         "alone",
         "cuDNN computes the contraction, and XLA the operations around it",

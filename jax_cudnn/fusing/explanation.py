@@ -22,7 +22,7 @@ from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.reference.dtypes import jax_dtype
 
 if TYPE_CHECKING:
-    from jax_cudnn.plans import ExplainedCall
+    from jax_cudnn.plans.explanation import ExplainedCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class FuseExplanation(Page):
         Raises:
           ValueError, LibraryError: as ``plans.explain``.
         """
-        from jax_cudnn.plans import explain
+        from jax_cudnn.plans.explanation import explain
 
         kernels: list[FusedKernel] = []
         shown = ""

@@ -95,7 +95,13 @@ def _ranked(
         found = found if row is None else _by_row(row, rewrite, target, table)
     contraction = products.contraction_of(part, rewrite)
     if contraction is None:
-        return found
+        row = table.row(of, properties) if is_known else None
+        if row is None or not row.slow_engines:
+            return found
+        # Kernels are judged by their first plans, which engines that take any size
+        # had nowhere. Elsewhere a number may be another engine's; XLA is safe there.
+        by = f"a rule {table.source(target)}"
+        return replace(found, slow_engines=row.slow_engines, engines_by=by)
     graph, judged = contraction.graph, None
     if not found.slower:
         like = contraction.point(tables)

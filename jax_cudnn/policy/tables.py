@@ -26,12 +26,12 @@ with (products/kernels.py).
 A table may say nothing of what was not measured there. One rule holds for that, and for
 a target without a table: the table of the nearest architecture, and of the nearest
 cuDNN on it, decides that says something of it: has a row of its sort, or an order that
-holds. The table that is ``for_unknown`` comes first for a GPU that is not known. An
-engine's number means another engine on another architecture, and engines come and go
-with cuDNN's versions. So a row that names fast or preferred engines decides on its own
-architecture and version alone. Slow ones count on all versions of their architecture.
-The times of kernels' engines count everywhere: they only leave more to XLA
-(evidence.py).
+holds. So a table with one row of a sort needs all of them that hold there. The table
+that is ``for_unknown`` comes first for a GPU that is not known. An engine's number
+means another engine on another architecture, and engines come and go with cuDNN's
+versions. So a row that names fast or preferred engines decides on its own architecture
+and version alone. Slow ones count on all versions of their architecture. The times of
+kernels' engines count everywhere: they only leave more to XLA (evidence.py).
 
 What ``plans.calibrate`` measured on a machine's GPU is a table, too (own.py). It has no
 rows, but kernels of all families. They count as much as those of the package that were

@@ -6,6 +6,7 @@ that the page's snippet defines, and compared with the formula of the row's firs
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -304,6 +305,20 @@ def test_each_row_has_a_formula() -> None:
     tables = _PAGE.read_text(encoding="utf-8").partition("## flash-attn")[2]
     lines = [each for each in tables.splitlines() if each.startswith("| ")]
     assert len(lines) == len(rows) + 2 * len(FORMULAS)
+
+
+def test_each_keyword_of_another_library_is_answered_with_ours() -> None:
+    known = {*inspect.signature(jax_cudnn.sdpa).parameters}
+    keywords = {x for _, cell in _rows() for x in re.findall(r"\b([a-z]\w+)=", cell)}
+    others = sorted(keywords - known)
+    assert len(others) > 20
+    messages = {}
+    for name in others:
+        with pytest.raises(TypeError) as caught:
+            jax_cudnn.sdpa(*[jnp.ones((1, 5, 2, 8))] * 3, **{name: None})
+        messages[name] = str(caught.value)
+    unanswered = [name for name, text in messages.items() if "Its arguments" in text]
+    assert unanswered == []
 
 
 @pytest.mark.parametrize(

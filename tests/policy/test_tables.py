@@ -240,6 +240,28 @@ def test_slow_engines_are_of_their_architecture(
     assert (ampere, others) == ([(1,)], [()])
 
 
+@pytest.mark.parametrize("gpu", [H100, _A100])
+def test_norms_judged_by_kernels_are_not_run_by_a_slow_engine(gpu: Target) -> None:
+    def gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
+        y = jax_cudnn.layer_norm(x, scale, scale)
+        return y.astype(jnp.float32).sum()
+
+    target = replace(gpu, cudnn_version=92800)
+    operands = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 2048), (2048,))]
+    graphs = traced_program(jax.grad(gradient), *operands).graphs
+    parts = [part for graph in graphs for part in graph.parts]
+    assert [part.nodes[0].kind for part in parts] == [
+        "layer_norm",
+        "layer_norm_backward",
+    ]
+    for part in parts:
+        (way,) = [way for way in ranked(part, target) if not way.slower]
+        assert "kernels" in way.by
+        assert way.is_slow_by(1)
+        assert not way.is_slow_by(5)
+        assert "a rule" in way.engines_by
+
+
 def test_ways_that_no_order_names_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes environments and builds there works on bare machines, or says what lacks.
 
-`scripts/venv.sh` installs what the tasks of the Makefile need. `cmake/find_headers.py`
-looks for what the extension is compiled with.
+`scripts/setup/venv.sh` installs what the tasks of the Makefile need.
+`cmake/find_headers.py` looks for what the extension is compiled with.
 """
 
 import os
@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.once
 
 _ROOT = Path(__file__).parents[2]
-_SCRIPT = _ROOT / "scripts" / "venv.sh"
+_SCRIPT = _ROOT / "scripts" / "setup" / "venv.sh"
 _HEADERS = _ROOT / "cmake" / "find_headers.py"
 
 # An interpreter that makes empty environments.

@@ -183,6 +183,26 @@ _X = jnp.ones((2, 6, 6, 8))
             *(jax_cudnn.sdpa, "need_weights"),
             "Leave it out: attention weights are not stored.",
         ),
+        (
+            *(jax_cudnn.sdpa, "num_gqa_groups"),
+            "Leave it out: key and value may have fewer heads than query.",
+        ),
+        (
+            *(jax_cudnn.sdpa, "block_table"),
+            "Pass it to jax_cudnn.paged_sdpa, as page_table.",
+        ),
+        (
+            *(jax_cudnn.sdpa, "softmax_type"),
+            "Pass sinks: the offsets, or zeros for 'off-by-one'.",
+        ),
+        (
+            *(jax_cudnn.sdpa, "attn_bias_type"),
+            "Pass bias, which is added to the scaled scores.",
+        ),
+        (
+            *(jax_cudnn.sdpa, "transpose_batch_sequence"),
+            "Pass layout='sbhd' for tokens before batch.",
+        ),
         (jax_cudnn.sdpa, "core_attention_bias", "Did you mean bias?"),
         (jax_cudnn.cached_sdpa, "cache_seqlens", "Did you mean key_value_seq_lengths?"),
         (jax_cudnn.paged_sdpa, "block_table", "Did you mean page_table?"),

