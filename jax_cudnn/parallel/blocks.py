@@ -415,7 +415,8 @@ def _combined(state: Partial | None, part: Partial, rows: tuple[int, int]) -> Pa
         return part._replace(output=part.output.astype(part.stats.dtype))
     first, count = rows
     old = Partial(*(_slice(x, first, count, axis=1) for x in state))
-    new = combine(*old, *part)
+    # In JAX 0.10, jnp.where of arrays without elements forgets that devices differ.
+    *new, _ = align_varying([*combine(*old, *part), old.stats])
     return Partial(*(_put(x, y, (0, first)) for x, y in zip(state, new, strict=True)))
 
 

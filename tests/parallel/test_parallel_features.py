@@ -218,6 +218,21 @@ def test_causal_documents_take_no_mask(
         assert kinds == {"sdpa": N, "sdpa_backward": N}
 
 
+@pytest.mark.parametrize(("method", "order"), _WAYS_OF_DOCUMENTS)
+def test_a_batch_may_have_no_entries(method: str, order: str) -> None:
+    operands = {name: x[:0] for name, x in operands_of(T, T).items()}
+    mask = masks.Packed(jnp.asarray(PACKED[0])) & masks.Window(4, 2)
+
+    @jax.grad
+    def gradient(operands: dict[str, Any], mask: masks.Mask | None) -> jax.Array:
+        found = spread_over(operands, method, order, mask=mask, is_causal=True)
+        return sum(map(jnp.sum, found), jnp.zeros(()))
+
+    for given in (None, mask):
+        found = jax.eval_shape(gradient, operands, given)
+        assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, operands)
+
+
 @pytest.mark.parametrize("name", [x for x in MASKS if x.startswith("packed")])
 def test_heads_apart_take_packed_sequences_as_one_device(name: str) -> None:
     mask, _, sizes = MASKS[name]
