@@ -27,7 +27,7 @@ class Attention:
         self._roles: Mapping[str, Tensor] = roles_in(graph, node)
         self._attributes = node.attributes
         # XLA has to divide such an array first.
-        self.is_in_one_array = "qkv" in part.nodes[0].kind
+        self.is_in_one_array = "qkv" in roles_in(part, part.nodes[0])
 
     @property
     def dtype(self) -> str:
