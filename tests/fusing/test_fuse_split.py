@@ -37,7 +37,7 @@ def _own_jvp(primals, tangents):
     ("function", "name", "reason"),
     [
         (lambda x, w, b: (x @ w).prod(0), "reduce_prod", "XLA fuses reductions with"),
-        (lambda x, w, b: (x @ w).sum(0) * 2, "mul", "nothing follows a sum"),
+        (lambda x, w, b: (x @ w).sum(0) * 2, "mul", "nothing follows a reduction"),
         (lambda x, w, b: jnp.expm1(x @ w), "expm1", "which graphs have no node for"),
         (lambda x, w, b: _own(x @ w), "_own", "a derivative rule of its own"),
         (
