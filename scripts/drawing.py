@@ -100,7 +100,7 @@ def _with_schemes(svg: str) -> str:
 # --- ratios ---------------------------------------------------------------------------
 
 
-def _draw_panels(figure: Any, shown: "Sequence[Panel]") -> None:
+def _draw_panels(figure: Any, shown: Sequence[Panel]) -> None:
     heights = [
         sum(
             _LABEL + _LANE * (1 if panel.is_one_lane else len(dots)) + _GAP
@@ -165,7 +165,7 @@ def _draw_panel(axis: Any, panel: Panel, height: float) -> None:
 
 
 def _draw_lane(
-    axis: Any, place: float, contender: str, dots: "Iterable[Dot]", panel: Panel
+    axis: Any, place: float, contender: str, dots: Iterable[Dot], panel: Panel
 ) -> None:
     colour, mark = _STYLES[contender]
     colour = _LIGHT[colour]
@@ -191,7 +191,7 @@ def _draw_lane(
             )  # fmt: skip
 
 
-def _listed(ratios: "Sequence[float]", digits: int) -> str:
+def _listed(ratios: Sequence[float], digits: int) -> str:
     return ", ".join(f"{x:.{digits}f}" for x in ratios)
 
 

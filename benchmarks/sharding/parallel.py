@@ -252,7 +252,11 @@ _DOCUMENTS = Page(
 
 def markdown(data: Data) -> str:
     """Return the page of a run, given its data."""
-    return (_DOCUMENTS if data["workload"]["documents"] else _SEQUENCE)(data)
+    return _page_of(data["workload"]["documents"])(data)
+
+
+def _page_of(documents: int) -> Page:
+    return _DOCUMENTS if documents else _SEQUENCE
 
 
 def main() -> None:
@@ -287,7 +291,7 @@ def main() -> None:
     packed = f" --documents {options.documents}" if options.documents else ""
     found = Table(
         folder=options.out,
-        page=_DOCUMENTS if options.documents else _SEQUENCE,
+        page=_page_of(options.documents),
         keeps="nothing",
         about={
             "command": f"python -m benchmarks.parallel --tokens {options.tokens} "

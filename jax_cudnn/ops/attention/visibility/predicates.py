@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from jax_cudnn.graph import CachedAttributes
 from jax_cudnn.ops.attention.layouts import Layout, rows_to
 from jax_cudnn.reference.attention.cached import Ends
-from jax_cudnn.reference.attention.sequences import FARTHEST, Spans, places
+from jax_cudnn.reference.attention.sequences import (
+    FARTHEST,
+    PackedPositions,
+    Spans,
+    places,
+)
 
 
 class Tokens(NamedTuple):
@@ -245,10 +250,17 @@ class InSequence:
     right: int | None = None
     is_from_end: bool = False
 
+    def _places(
+        self, queries: Tokens, keys: Tokens
+    ) -> tuple[PackedPositions, PackedPositions]:
+        return (
+            places(queries.numbers, Spans(self.query_starts, self.query_lengths)),
+            places(keys.numbers, Spans(self.key_starts, self.key_lengths)),
+        )
+
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
         """Return whether queries see keys."""
-        rows = places(queries.numbers, Spans(self.query_starts, self.query_lengths))
-        columns = places(keys.numbers, Spans(self.key_starts, self.key_lengths))
+        rows, columns = self._places(queries, keys)
         number = rows.number
         if self.is_from_end:
             more = self.key_lengths - self.query_lengths
@@ -265,8 +277,7 @@ class InSequence:
 
     def inside(self, queries: Tokens, keys: Tokens) -> tuple[jax.Array, jax.Array]:
         """Return which queries and which keys are in a sequence, bool (b, tokens)."""
-        rows = places(queries.numbers, Spans(self.query_starts, self.query_lengths))
-        columns = places(keys.numbers, Spans(self.key_starts, self.key_lengths))
+        rows, columns = self._places(queries, keys)
         return rows.sequence >= 0, columns.sequence >= 0
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
